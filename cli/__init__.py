@@ -1,0 +1,1 @@
+"""The `spec` command: thin verbs with lazy imports."""

@@ -1,0 +1,1 @@
+"""DFlash: config, block maths, the draft network and its loss."""

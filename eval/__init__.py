@@ -1,0 +1,1 @@
+"""Speculative decoding as one readable loop, its acceptance metrics and reports."""

@@ -1,0 +1,1 @@
+"""The recipe schema and the recipes that ship with the toolkit."""
