@@ -1,1 +1,1 @@
-"""The frozen model: load it, capture its context features, generate with it, tell what it is."""
+"""The frozen target model: load it, read its features, say what it is."""
