@@ -1,4 +1,4 @@
-"""The layout of the namespace: every folder is listed, imports only go left, the CLI starts light."""
+"""The layout: every folder is listed, imports only go left, the command line starts light."""
 
 import ast
 import subprocess

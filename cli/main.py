@@ -1,0 +1,158 @@
+"""`spec <verb>`: the command line of the toolkit.
+
+Each verb imports what it needs when it runs, so that `spec --help` and a mistyped option answer at
+once. A mistake of the user (a ValueError or an OSError of the library) ends as one line on stderr
+and exit code 2; SPEC_TRACEBACK=1 shows where it came from. Ctrl-C ends with 130.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import show
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train, evaluate and serve drafters for speculative decoding.",
+)
+
+TargetOption = Annotated[
+    str, typer.Option("--target", "-t", help="Model directory, hub id or .gguf file.")
+]
+PromptsOption = Annotated[
+    list[Path], typer.Option("--prompts", "-p", help="JSONL of prompts; may be given many times.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    try:
+        app(arguments)
+    except BrokenPipeError:
+        # The reader (head, less) has gone: not an error, and nothing more can be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        if os.environ.get("SPEC_TRACEBACK") == "1":
+            raise
+        print(f"spec: {show.one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and stop, where `--version` was given."""
+    if wanted:
+        print(f"spec {importlib.metadata.version('spec-toolkit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Train, evaluate and serve drafters for speculative decoding."""
+
+
+@app.command(epilog="Example: `spec inspect Qwen/Qwen3-4B`")
+def inspect(
+    target: Annotated[str, typer.Argument(help="Model directory, hub id or .gguf file.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a target is and whether it is supported, before any work."""
+    from ..target.inspect import inspect_target
+
+    show.record(inspect_target(target), as_json=as_json)
+
+
+@app.command(epilog="Example: `spec recipes`")
+def recipes() -> None:
+    """List the recipes that ship with the toolkit."""
+    for name, line in show.shipped_recipes():
+        print(f"{name:<12} {line}")
+
+
+@app.command(epilog="Example: `spec train --recipe tiny out=runs/tiny train.minutes=1`")
+def train(
+    recipe: Annotated[
+        str, typer.Option("--recipe", "-r", help="A YAML file, or the name of a shipped recipe.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Dotted `key=value` pairs that replace the recipe's.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Go on from the newest checkpoint under `out`, if there is one.")
+    ] = True,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the resolved recipe and stop.")
+    ] = False,
+) -> None:
+    """Train a drafter as a recipe says."""
+    from ..recipes.schema import load_recipe
+
+    resolved = load_recipe(recipe, overrides or [])
+    if only_print:
+        print(show.as_yaml(resolved), end="")
+        return
+    from ..train.loop import train as run
+
+    run(resolved, resume=resume)
+
+
+@app.command(epilog="Example: `spec prepare -t ./model --conversations chats.jsonl -o rows.jsonl`")
+def prepare(
+    target: TargetOption,
+    conversations: Annotated[
+        list[Path],
+        typer.Option("--conversations", "-c", help="JSONL of conversations; may be repeated."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Rows to write, .jsonl or .jsonl.zst.")],
+    max_length: Annotated[int, typer.Option(min=2, help="Longest row in tokens.")] = 4096,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn conversations into rows: token ids with a loss mask, and a manifest beside them."""
+    from ..data.conversations import prepare as run
+
+    show.record(run(target, conversations, out, max_length=max_length), as_json=as_json)
+
+
+@app.command(epilog="Example: `spec regenerate -t ./model -p prompts.jsonl -o rows.jsonl`")
+def regenerate(
+    target: TargetOption,
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Rows to write, .jsonl.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers generated at a time.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Let the target answer prompts itself; an interrupted run goes on where it stopped."""
+    from ..data.prompts import read_prompts
+    from ..data.regenerate import regenerate as run
+    from ..target.model import Target
+
+    manifest = run(
+        Target.load(target),
+        [prompt for path in prompts for prompt in read_prompts(path)],
+        out,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        temperature=temperature,
+        seed=seed,
+    )
+    show.record(manifest, as_json=as_json)

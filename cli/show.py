@@ -1,0 +1,61 @@
+"""How results are printed: records as aligned lines or JSON, recipes, errors in one line."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from .. import recipes
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on a single line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def record(value: Any, *, as_json: bool) -> None:
+    """Print a dataclass or a dict: a line a field, or one JSON object."""
+    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else dict(value)  # pyright: ignore
+    if as_json:
+        print(json.dumps(fields, indent=2, default=str))
+        return
+    width = max(len(name) for name in fields)
+    for name, content in fields.items():
+        print(f"{name.replace('_', ' '):<{width}}  {text(content)}")
+
+
+def text(content: Any) -> str:
+    """One field's value as people write it."""
+    if content is None:
+        return "none"
+    if isinstance(content, bool):
+        return "yes" if content else "no"
+    if isinstance(content, float):
+        return f"{content:.4g}"
+    if isinstance(content, int) and abs(content) >= 10_000:
+        return f"{content:,}"
+    if isinstance(content, list | tuple):
+        return ", ".join(text(item) for item in content) or "none"
+    if isinstance(content, dict):
+        return ", ".join(f"{key}={text(item)}" for key, item in content.items()) or "none"
+    return str(content)
+
+
+def as_yaml(recipe: "BaseModel") -> str:
+    """A resolved recipe as YAML."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def shipped_recipes() -> list[tuple[str, str]]:
+    """Name and one-line description (the file's first comment) of each shipped recipe."""
+    assert recipes.__file__ is not None
+    found = []
+    for path in sorted(Path(recipes.__file__).parent.glob("*.yaml")):
+        comments = (line for line in path.read_text().splitlines() if line.startswith("#"))
+        found.append((path.stem, next(comments, "").lstrip("# ")))
+    return found
