@@ -1,0 +1,353 @@
+"""The DFlash network: target features in, a whole block of tokens out, in one pass.
+
+The context features are projected once (`fc`, `hidden_norm`) and every layer makes its own keys and values from them, rotated
+at their target positions, without an input norm. The block's slots run through the layers as an ordinary pre-norm
+transformer and attend to that context and to each other. Embedding and head belong to the target and are passed in.
+
+Shapes: A blocks (anchors, or requests when decoding), K block_size, D = K - 1 drafted slots, S context length, H hidden,
+V vocabulary. Paper: DFlash (2026), sections on the draft architecture and KV injection.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3 import Qwen3Config
+
+from .attention import Group, block_attention
+from .config import DFlashConfig
+
+WEIGHTS = "model.safetensors"
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a weight, computed in float32 inside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of a draft layer; the attention itself is in attention.py (training) and `DraftCache` (decoding)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width, kv_width = (
+            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+        )
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """[..., H] -> rotated queries [..., heads, head_dim]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
+
+    def key_value(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """[..., H] -> rotated keys and values [..., kv_heads, head_dim]."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
+        return rotate(k, rope), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer of the drafter."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """x [A, K, H]; `attend(q, k, v)` closes over this layer's context."""
+        inner = self.input_layernorm(x)
+        q = self.self_attn.query(inner, rope)
+        k, v = self.self_attn.key_value(inner, rope)
+        x = x + self.self_attn.o_proj(attend(q, k, v).flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftCache:
+    """Keys and values of the context features, one slot a request; `lengths` [slots] says how many positions are valid.
+
+    Setting a length back is a roll-back; setting it to 0 frees the slot. Behind the valid part there is room for one block.
+    """
+
+    def __init__(self, draft: "DFlashDraft", num_slots: int, max_length: int) -> None:
+        c = draft.config
+        shape = (c.num_hidden_layers, num_slots, c.num_key_value_heads, max_length + c.block_size, c.head_dim)
+        self.keys = torch.zeros(shape, dtype=draft.dtype, device=draft.device)
+        self.values = torch.zeros_like(self.keys)
+        self.lengths = torch.zeros(num_slots, dtype=torch.long, device=draft.device)
+
+    def write(self, layer: int, slots_B: Tensor, columns_BT: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put k, v [B, T, M, head_dim] at each slot's own columns."""
+        self.keys[layer][slots_B[:, None], :, columns_BT] = k
+        self.values[layer][slots_B[:, None], :, columns_BT] = v
+
+
+class DFlashDraft(nn.Module):
+    """A DFlash drafter. Parameters carry the names of its file (DESIGN section 7)."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        inverse, self.rope_scale = rope_frequencies(config)
+        self.rope_inverse: Tensor
+        self.register_buffer("rope_inverse", inverse, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., 1, head_dim] at integer positions [...], computed in float32 and cast to the draft's dtype."""
+        angles = positions[..., None].float() * self.rope_inverse.float()
+        table = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return (table.cos() * self.rope_scale).to(self.dtype), (table.sin() * self.rope_scale).to(self.dtype)
+
+    def context(self, features: Tensor) -> Tensor:
+        """Context features [..., n*H], layers ascending -> what every layer's keys and values read [..., H]."""
+        return self.hidden_norm(self.fc(features.to(self.dtype)))
+
+    def forward(
+        self,
+        features: Tensor,
+        *,
+        positions: Tensor,
+        embeds: Tensor,
+        block_positions: Tensor,
+        anchors: Tensor,
+        groups: list[Group],
+    ) -> Tensor:
+        """Hidden states [A, K, H] (after the final norm) of all blocks of one packed sequence.
+
+        features [S, n*H] and positions [S] of the sequence; embeds [A, K, H] the slots' input embeddings; block_positions
+        [A, K]; anchors [A] ascending indices into the sequence; groups from `attention.group_anchors`.
+        """
+        context = self.context(features)
+        context_rope, block_rope = self.rope(positions), self.rope(block_positions)
+        x = embeds.to(self.dtype) * self.config.input_embedding_scale
+        for layer in self.layers:
+            k_context, v_context = layer.self_attn.key_value(context, context_rope)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, kc: Tensor = k_context, vc: Tensor = v_context) -> Tensor:
+                return block_attention(
+                    q,
+                    k_block=k,
+                    v_block=v,
+                    k_context=kc,
+                    v_context=vc,
+                    groups=groups,
+                    anchors=anchors,
+                    is_causal=self.config.is_causal,
+                )
+
+            x = layer(x, block_rope, attend)
+        return self.norm(x)
+
+    # Decoding
+
+    def new_cache(self, num_slots: int, max_length: int) -> DraftCache:
+        """Room for `num_slots` requests of up to `max_length` context positions."""
+        return DraftCache(self, num_slots, max_length)
+
+    @torch.inference_mode()
+    def extend(self, cache: DraftCache, slots: Tensor, features: Tensor, counts: Tensor) -> None:
+        """Append context features [B, T, n*H] to slots [B]; row b has counts[b] valid positions, the rest is padding."""
+        columns = cache.lengths[slots][:, None] + torch.arange(features.shape[1], device=features.device)
+        # Padding lands behind the valid part, where the next round overwrites it, and never past the end.
+        columns = columns.clamp_max(cache.keys.shape[3] - 1)
+        context = self.context(features)
+        rope = self.rope(columns)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, slots, columns, *layer.self_attn.key_value(context, rope))
+        cache.lengths[slots] += counts
+
+    @torch.inference_mode()
+    def hidden(self, cache: DraftCache, slots: Tensor, embeds: Tensor) -> Tensor:
+        """Hidden states [B, K, H] of one block a slot; the anchor's position is the slot's length. embeds [B, K, H]."""
+        B, K, _ = embeds.shape
+        lengths = cache.lengths[slots]
+        columns_BK = lengths[:, None] + torch.arange(K, device=embeds.device)
+        longest = int(lengths.max()) + K
+        limit_BK = columns_BK + 1 if self.config.is_causal else lengths[:, None].expand(B, K) + K
+        mask_BKL = torch.arange(longest, device=embeds.device) < limit_BK[..., None]
+        whole = B == cache.lengths.shape[0] and torch.equal(slots, torch.arange(B, device=slots.device))
+        rope = self.rope(columns_BK)
+        x = embeds.to(self.dtype) * self.config.input_embedding_scale
+        for index, layer in enumerate(self.layers):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, index: int = index) -> Tensor:
+                cache.write(index, slots, columns_BK, k, v)
+                keys, values = cache.keys[index], cache.values[index]
+                if not whole:
+                    keys, values = keys[slots], values[slots]
+                return _attend_cached(q, keys[:, :, :longest], values[:, :, :longest], mask_BKL)
+
+            x = layer(x, rope, attend)
+        return self.norm(x)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        cache: DraftCache,
+        slots: Tensor,
+        anchors: Tensor,
+        *,
+        embedding: Tensor,
+        head: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Draft tokens [B, D] after anchor tokens [B]: the argmax of the target's head at each drafted slot."""
+        inputs = anchors.new_full((len(anchors), self.config.block_size), self.config.mask_token_id)
+        inputs[:, 0] = anchors
+        hidden = self.hidden(cache, slots, F.embedding(inputs, embedding))
+        return head(hidden[:, 1:]).argmax(-1)
+
+    # Files
+
+    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write `config.json` and `model.safetensors` (each replaced atomically) so that `load` and engines read them."""
+        dtype = dtype or self.dtype
+        out = Path(directory)
+        out.mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.state_dict().items()}
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            save_file(tensors, Path(scratch) / WEIGHTS, metadata={"format": "pt"})
+            text = json.dumps(self.config.to_json(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+            (Path(scratch) / "config.json").write_text(text)
+            for name in (WEIGHTS, "config.json"):
+                os.replace(Path(scratch) / name, out / name)
+
+    @classmethod
+    def load(
+        cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    ) -> "DFlashDraft":
+        """Load a drafter directory, strictly; `dtype` None keeps the file's.
+
+        Raises ValueError that lists every missing and unexpected tensor, or the first shape that does not fit.
+        """
+        config = DFlashConfig.load(directory)
+        tensors = read_weights(directory)
+        with torch.device("meta"):
+            draft = cls(config)
+        check_tensors(tensors, {name: p.shape for name, p in draft.state_dict().items()}, directory)
+        kept = dtype or tensors["fc.weight"].dtype
+        draft.load_state_dict({name: value.to(device, kept) for name, value in tensors.items()}, assign=True)
+        draft.rope_inverse = rope_frequencies(config)[0].to(device)
+        return draft.eval()
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary embedding of x [..., heads, head_dim], halves layout (as in Llama and Qwen)."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2] (float32) and the attention factor, from the config's JSON alone."""
+    rope = config.rope_parameters
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    if rope["rope_type"] == "default":
+        return 1.0 / rope["rope_theta"] ** exponent, 1.0
+    backbone = Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(rope),
+    )
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
+
+
+def read_weights(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors of a drafter directory, one file or sharded, a leading `model.` dropped."""
+    root = Path(directory)
+    index = root / f"{WEIGHTS}.index.json"
+    files = [WEIGHTS] if not index.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        if not (root / name).is_file():
+            raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
+        with safe_open(root / name, framework="pt") as file:
+            tensors |= {key.removeprefix("model."): file.get_tensor(key) for key in file.keys()}
+    return tensors
+
+
+def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, torch.Size], directory: str | Path) -> None:
+    """Raise ValueError unless names and shapes are exactly the expected ones."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(
+            f"{directory}: the weights do not fit the config; missing {missing or 'none'}; unexpected {extra or 'none'}"
+        )
+    for name, shape in expected.items():
+        if found[name].shape != shape:
+            raise ValueError(f"{directory}: {name} is {list(found[name].shape)}, the config says {list(shape)}")
+
+
+def copy_layers(draft: DFlashDraft, layers: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Initialize draft layer i from the i-th state dict where names and shapes agree; returns the names copied.
+
+    Only whole layers make sense: a layer whose projections do not all fit is left as it is.
+    """
+    copied: list[str] = []
+    for index, (layer, source) in enumerate(zip(draft.layers, layers, strict=True)):
+        own = layer.state_dict()
+        fits = {name for name, value in own.items() if name in source and source[name].shape == value.shape}
+        if {name for name in own if "proj" in name} <= fits:
+            layer.load_state_dict({name: source[name].to(draft.dtype) for name in fits}, strict=False)
+            copied += [f"layers.{index}.{name}" for name in sorted(fits)]
+    return copied
+
+
+def _attend_cached(q: Tensor, keys: Tensor, values: Tensor, mask_BKL: Tensor) -> Tensor:
+    """q [B, K, N, D] over keys, values [B, M, L, D]; the query heads of a key head are folded into its rows."""
+    B, K, N, D = q.shape
+    M = keys.shape[1]
+    folded = q.view(B, K, M, N // M, D).permute(0, 2, 3, 1, 4).reshape(B, M, -1, D)
+    mask = mask_BKL[:, None, None].expand(B, 1, N // M, K, -1).reshape(B, 1, -1, keys.shape[2])
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    return out.view(B, M, N // M, K, D).permute(0, 3, 1, 2, 4).reshape(B, K, N, D)
