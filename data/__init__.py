@@ -1,1 +1,1 @@
-"""Conversations, prompts and regenerated answers to token ids with a loss mask, packed."""
+"""Rows of token ids with a loss mask: read, rendered from conversations, generated, packed."""
