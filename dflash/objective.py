@@ -1,0 +1,116 @@
+"""The training objective on one packed sequence: blocks in, a sum of weighted losses and its denominator out.
+
+Sums and denominators stay apart, so that a step can divide by the total over all ranks and accumulation steps and the update
+does not depend on how samples were split. Nothing is logged here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import group_anchors
+from .block import Blocks, make_blocks, position_weights
+from .draft import DFlashDraft
+from .loss import Head, dpace_weights, slot_loss
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """Documents laid end to end, S tokens in all, with what the target said about them."""
+
+    input_ids: Tensor  # [S]
+    loss_mask: Tensor  # [S], 1 where the target generated the token
+    starts: Tensor  # [S], first index of each token's document
+    ends: Tensor  # [S], one past its last
+    features: Tensor  # [S, n*H], context features
+    expected: Tensor | None = None  # [S, H], the target's expected head row for the token after this one (soft labels)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """`weighting` decay: `exp(-(k-1)/gamma)`; dpace: by the drafter's own survival. `labels` soft: KL to the target."""
+
+    weighting: Literal["decay", "dpace"] = "decay"
+    gamma: float | None = 4.0
+    alpha: float = 0.5
+    labels: Literal["hard", "soft"] = "hard"
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """`loss / weight` is the mean; add both up before dividing. Counts are over blocks with at least one supervised slot."""
+
+    loss: Tensor  # [] sum over slots of weight x cross-entropy; carries the gradient
+    weight: Tensor  # [] its denominator: sum of position weights, or the number of blocks for D-PACE
+    num_blocks: Tensor  # []
+    num_accepted: Tensor  # [] drafted tokens that greedy verification against the labels would keep
+    num_slots: Tensor  # [] supervised slots
+
+
+def sequence_loss(
+    draft: DFlashDraft,
+    sequence: PackedSequence,
+    *,
+    anchors: Tensor,
+    embedding: Tensor,
+    head: Head,
+    options: LossOptions,
+) -> SequenceLoss:
+    """Draft a block at each of anchors [A] (ascending) and score it; embedding [V, H] and head are the target's."""
+    blocks = make_blocks(
+        sequence.input_ids,
+        loss_mask=sequence.loss_mask,
+        starts=sequence.starts,
+        ends=sequence.ends,
+        anchors=anchors,
+        block_size=draft.config.block_size,
+        mask_token_id=draft.config.mask_token_id,
+    )
+    positions = torch.arange(len(sequence.input_ids), device=anchors.device) - sequence.starts
+    hidden_AKH = draft(
+        sequence.features,
+        positions=positions,
+        embeds=F.embedding(blocks.inputs_AK, embedding),
+        block_positions=blocks.positions_AK,
+        anchors=anchors,
+        groups=group_anchors(anchors.tolist(), blocks.starts_A.tolist(), _rows_per_anchor(draft)),
+    )
+    return _score(hidden_AKH[:, 1:], blocks, sequence, head, options)
+
+
+def _score(
+    hidden_ADH: Tensor, blocks: Blocks, sequence: PackedSequence, head: Head, options: LossOptions
+) -> SequenceLoss:
+    kept = blocks.supervised_AD
+    expected = None
+    if options.labels == "soft":
+        assert sequence.expected is not None, "soft labels were asked for, but the sequence carries no teacher"
+        # The row of the position before a slot speaks about the slot's token.
+        before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
+        expected = sequence.expected[before_AD[kept]]
+    slots = slot_loss(hidden_ADH[kept], head, blocks.labels_AD[kept], expected)
+    has_slots_A = kept.any(1)
+    if options.weighting == "dpace":
+        probs_AD = torch.zeros_like(kept, dtype=torch.float32)
+        probs_AD[kept] = slots.label_logprob.exp()
+        weights = dpace_weights(probs_AD, kept, options.alpha)[kept]
+        weight = has_slots_A.sum().float()
+    else:
+        weights = position_weights(kept.shape[1], options.gamma, device=kept.device).expand(kept.shape)[kept]
+        weight = weights.sum()
+    hits_AD = torch.zeros_like(kept)
+    hits_AD[kept] = slots.hit
+    return SequenceLoss(
+        loss=(slots.nll * weights).sum(),
+        weight=weight,
+        num_blocks=has_slots_A.sum(),
+        num_accepted=hits_AD.long().cumprod(1).sum(),
+        num_slots=kept.sum(),
+    )
+
+
+def _rows_per_anchor(draft: DFlashDraft) -> int:
+    return draft.config.block_size * draft.config.num_attention_heads // draft.config.num_key_value_heads
