@@ -114,24 +114,33 @@ def open_text(path: Path) -> Iterator[IO[str]]:
 def write_objects(path: str | Path, objects: Iterable[dict[str, Any]]) -> int:
     """Writes one object a line, all or nothing (.zst: compressed); returns their number."""
     path = Path(path)
-    lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in objects]
-    content = "".join(lines).encode()
-    if path.suffix == ".zst":
-        import zstandard
-
-        content = zstandard.ZstdCompressor().compress(content)
-    write_atomic(path, content)
-    return len(lines)
+    number = 0
+    with atomic_file(path) as file, _compressed(file, path) as stream:
+        for entry in objects:
+            stream.write((json.dumps(entry, ensure_ascii=False) + "\n").encode())
+            number += 1
+    return number
 
 
-def write_atomic(path: str | Path, content: bytes) -> None:
+@contextmanager
+def _compressed(file: IO[bytes], path: Path) -> Iterator[Any]:
+    if path.suffix != ".zst":
+        yield file
+        return
+    import zstandard
+
+    with zstandard.ZstdCompressor().stream_writer(file, closefd=False) as stream:
+        yield stream
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Readers see the old file or the new one, never a part; parent folders are made."""
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

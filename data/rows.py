@@ -5,7 +5,7 @@ A file holds `{"id", "input_ids", "loss_mask", "tags"?}` a line, or the token-id
 they are, never decoded and encoded again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,12 @@ def row_to_object(row: Row) -> dict[str, Any]:
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> int:
     """Writes rows as JSONL (.zst: compressed), all or nothing; ValueError on an invalid row."""
-    checked: Sequence[Row] = list(rows)
-    for row in checked:
-        bad = check_row(row)
-        if bad is not None:
-            raise ValueError(f"{path}: row {bad}; nothing was written")
-    return write_objects(path, map(row_to_object, checked))
+
+    def checked() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            bad = check_row(row)
+            if bad is not None:
+                raise ValueError(f"{path}: row {bad}; nothing was written")
+            yield row_to_object(row)
+
+    return write_objects(path, checked())
