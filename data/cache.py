@@ -1,0 +1,133 @@
+"""The optional feature cache: what the target's forward pass left, kept on disk for rows that are trained on many times.
+
+Shards are safetensors files of about 64 MB with two tensors a row: `<id>/context` [L, n*H], the context features, and
+`<id>/expected` [E, H], the target's expected head rows for the row's last E + 1 tokens' successors (soft labels). With float8, a third,
+`<id>/scale` [L], holds one scale a position. Rows whose features are missing are recomputed, so a lost shard costs time only.
+"""
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SHARD_BYTES = 64 << 20
+FLOAT8_MAX = 448.0  # largest finite e4m3
+
+
+@dataclass(frozen=True)
+class RowFeatures:
+    """Features of one row of L tokens. The last token is never a block's context, so its row may be zero."""
+
+    context: Tensor  # [L, n*H]
+    expected: Tensor | None  # [L, H], zero where the next token was not generated
+
+
+def estimate_bytes(
+    num_tokens: int, num_features: int, hidden_size: int, dtype: str, *, soft: bool
+) -> int:
+    """Size on disk of a cache for `num_tokens` tokens; num_features is n*H."""
+    context = num_features * 2 if dtype == "bfloat16" else num_features + 4
+    return num_tokens * (context + (2 * hidden_size if soft else 0))
+
+
+def check_disk(folder: Path, num_bytes: int) -> None:
+    """Raise ValueError when the disk under `folder` has not 10 % more room than the estimate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes * 1.1:
+        raise ValueError(
+            f"the feature cache needs about {num_bytes / 1e9:.1f} GB under {folder.name}/ and {free / 1e9:.1f} GB are free; "
+            "set data.features=recompute, data.cache_dtype=float8, or fewer tokens"
+        )
+
+
+class CacheWriter:
+    """Collects rows and writes a shard whenever enough came together; `close` writes the rest."""
+
+    def __init__(self, folder: Path, name: str, dtype: str) -> None:
+        self.folder, self.dtype = folder, dtype
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [int(p.stem.rsplit("-", 1)[1]) for p in folder.glob(f"{name}-*.safetensors")]
+        self._name, self._next = name, max(taken, default=-1) + 1
+        self._pending: dict[str, Tensor] = {}
+        self._bytes = 0
+
+    def add(self, row_id: str, context: Tensor, expected: Tensor | None) -> None:
+        """context [L, n*H]; expected [L, H], whose leading zero rows are not stored."""
+        if self.dtype == "float8":
+            scale = context.float().abs().amax(1).clamp_min(1e-12) / FLOAT8_MAX
+            self._put(f"{row_id}/scale", scale)
+            self._put(
+                f"{row_id}/context", (context.float() / scale[:, None]).to(torch.float8_e4m3fn)
+            )
+        else:
+            self._put(f"{row_id}/context", context.to(torch.bfloat16))
+        if expected is not None:
+            used = expected.any(1).nonzero()
+            first = int(used[0]) if len(used) else len(expected)
+            self._put(f"{row_id}/expected", expected[first:].to(torch.bfloat16))
+        if self._bytes >= SHARD_BYTES:
+            self.flush()
+
+    def _put(self, key: str, value: Tensor) -> None:
+        self._pending[key] = value.detach().contiguous().cpu()
+        self._bytes += value.nbytes
+
+    def flush(self) -> None:
+        """Write what is pending as one shard, atomically."""
+        if not self._pending:
+            return
+        path = self.folder / f"{self._name}-{self._next:05d}.safetensors"
+        scratch = path.with_suffix(".tmp")
+        save_file(self._pending, scratch)
+        os.replace(scratch, path)
+        self._next, self._pending, self._bytes = self._next + 1, {}, 0
+
+
+class CacheReader:
+    """Reads rows back, memory-mapped; a shard that cannot be read counts as absent."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file: Any = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError):
+                continue
+            self._files[path.name] = file
+            self._where |= {key: path.name for key in file.keys()}
+
+    def __contains__(self, row_id: str) -> bool:
+        return f"{row_id}/context" in self._where
+
+    def read(self, row_id: str, length: int) -> RowFeatures:
+        """Features of a row of `length` tokens, padded with zero rows at the end; KeyError for an unknown row."""
+        context = self._get(f"{row_id}/context")
+        if f"{row_id}/scale" in self._where:
+            context = (context.float() * self._get(f"{row_id}/scale")[:, None]).to(torch.bfloat16)
+        stored = len(context)
+        expected = None
+        if f"{row_id}/expected" in self._where:
+            part = self._get(f"{row_id}/expected")
+            expected = part.new_zeros(max(length, stored), part.shape[1])
+            expected[stored - len(part) : stored] = part
+            expected = expected[:length]
+        if stored < length:
+            context = torch.cat([context, context.new_zeros(length - stored, context.shape[1])])
+        return RowFeatures(context[:length], expected)
+
+    def _get(self, key: str) -> Tensor:
+        return self._files[self._where[key]].get_tensor(key)
+
+
+def missing(reader: CacheReader, row_ids: Sequence[str]) -> int:
+    """How many rows are not in the cache."""
+    return sum(row_id not in reader for row_id in row_ids)

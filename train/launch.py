@@ -1,0 +1,45 @@
+"""Start one process a rank with torch's own launcher, and end them with us."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from ..recipes.schema import Recipe
+
+
+def launched() -> bool:
+    """Whether a launcher (ours, torchrun, accelerate) started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
+    """Run `recipe.train.processes` workers on this machine and wait; SIGTERM and SIGINT are passed on.
+
+    Raises ValueError (the workers have said why) when one of them failed.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(recipe.train.processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("-m", "spec.train.worker", str(recipe_file)),
+        *([] if resume else ["--no-resume"]),
+    ]
+    # One thread a worker: two spinning pools on the same cores cost more than they bring.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
+    workers = subprocess.Popen(command, env=environment)
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        workers.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        code = workers.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if workers.poll() is None:
+            workers.kill()
+    if code not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        raise ValueError(f"a training process failed (exit code {code}); its message is above")
