@@ -5,6 +5,7 @@ overrides use dotted keys. The resolved recipe is printed and saved beside the r
 """
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 SHIPPED = Path(__file__).parent
+BOUNDS = {"train.steps": "minutes", "train.minutes": "steps"}
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -204,6 +206,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         raise ValueError(f"override {override!r} is not key=value, for example train.steps=100")
     if key not in known_keys():
         raise ValueError(f"unknown key {key!r}{_nearest(key)}")
+    root = data
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(data.get(parent), dict):
@@ -213,8 +216,9 @@ def _apply(data: dict[str, Any], override: str) -> None:
         data[last] = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"override {override!r}: {text!r} is not a YAML value") from None
-    if isinstance(data[last], str):
-        data[last] = _as_number(data[last])
+    # A run has one bound: asking for minutes on a recipe that counts steps means minutes.
+    if key in BOUNDS and data[last] is not None:
+        root["train"].pop(BOUNDS[key], None)
 
 
 def _as_number(text: str) -> str | float:
@@ -226,8 +230,6 @@ def _as_number(text: str) -> str | float:
 
 
 def _json(data: Any) -> str:
-    import json
-
     def fix(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: fix(item) for key, item in value.items()}
