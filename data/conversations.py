@@ -157,41 +157,56 @@ def _turn(
     full: list[int],
 ) -> Turn:
     """The turn of the last of `messages`."""
-    ids = _ids(tokenizer, render(tokenizer, messages, tools))
-    for text in _prompts(tokenizer, messages, tools):
-        prompt = _ids(tokenizer, text)
-        if ids[: len(prompt)] == prompt and len(ids) > len(prompt):
-            end = ends.find(ids, len(prompt), full)
-            ids = full[:end] if end > len(ids) else ids
-            return Turn(ids, len(prompt), end)
-    raise BadMessages(
-        "a turn does not begin with its prompt",
-        f"message {len(messages) - 1}: the chat template renders what stands before it differently",
-    )
+    text = render(tokenizer, messages, tools)
+    ids = _ids(tokenizer, text)
+    prompt_text = render(tokenizer, messages[:-1], tools, generation=True)
+    header = _header(tokenizer, messages, tools, prompt_text)
+    prompt = _ids(tokenizer, prompt_text)
+    if header and text.startswith(header):
+        start = _num_tokens(tokenizer, text, header)
+    elif ids[: len(prompt)] == prompt:
+        start = len(prompt)
+    else:
+        start = len(ids)
+    if start == len(ids):
+        raise BadMessages(
+            "a turn does not begin with its prompt",
+            f"message {len(messages) - 1}: the chat template renders what is before it differently",
+        )
+    end = ends.find(ids, start, full)
+    return Turn(full[:end] if end > len(ids) else ids, start, end)
 
 
-def _prompts(
+def _header(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
-) -> Iterator[str]:
-    """Texts that may stand before the last message's own tokens, the longest first."""
+    prompt: str,
+) -> str | None:
+    """All that the template writes before the last message, where that is more than its prompt."""
     before, last = messages[:-1], messages[-1]
-    prompt = render(tokenizer, before, tools, generation=True)
-    # What the template writes before any answer.
     answer = {"role": "assistant", "content": SOME_ANSWER}
     header = render(tokenizer, [*before, answer], tools).rpartition(SOME_ANSWER)[0]
-    if len(header) > len(prompt):
-        # A template without generation prompt: the header is no word of the target's.
-        silent = prompt == (render(tokenizer, before, tools) if before else "")
-        # An empty reasoning block: what the template writes when thinking is off.
-        unthinking = not last.get("reasoning_content") and (
-            EMPTY_THINK.search(header) is not None
-            or header == render(tokenizer, before, tools, generation=True, enable_thinking=False)
-        )
-        if silent or unthinking:
-            yield header
-    yield prompt
+    if len(header) <= len(prompt) or not header[len(prompt) :].strip():
+        return None
+    # The template knows no generation prompt: the header of an answer is no word of the target's.
+    if before and prompt == render(tokenizer, before, tools):
+        return header
+    if last.get("reasoning_content"):
+        return None
+    # An empty reasoning block, or whatever else the template writes when thinking is off.
+    if EMPTY_THINK.search(header):
+        return header
+    unthinking = render(tokenizer, before, tools, generation=True, enable_thinking=False)
+    return header if header == unthinking else None
+
+
+def _num_tokens(tokenizer: PreTrainedTokenizerBase, text: str, header: str) -> int:
+    """Tokens of `text` up to the end of `header`, one across that end included."""
+    if not tokenizer.is_fast:
+        return len(_ids(tokenizer, header))
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    return next((n for n, (first, _) in enumerate(offsets) if first >= len(header)), len(offsets))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -123,15 +123,16 @@ def _fenced(code: str) -> str:
 def library_functions() -> tuple[Function, ...]:
     """Functions and methods of 3 to 30 lines, at most 600 characters, each code once."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: dict[str, Function] = {}
-    names: set[str] = set()
+    found: list[Function] = []
+    seen: set[str] = set()
     for path, module in _files(root):
         for function in _functions(path, module):
-            name = f"{function.module}.{function.name}"
-            if name not in names and function.digest not in found:
-                names.add(name)
-                found[function.digest] = function
-    return tuple(found.values())
+            # The head alone is a prompt too: another body does not make it a new one.
+            keys = {f"{function.module}.{function.name}", function.digest, function.head}
+            if not keys & seen:
+                seen |= keys
+                found.append(function)
+    return tuple(found)
 
 
 def _files(root: Path) -> list[tuple[Path, str]]:
