@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,7 +29,16 @@ TargetOption = Annotated[
     str, typer.Option("--target", "-t", help="Model directory, hub id or .gguf file.")
 ]
 PromptsOption = Annotated[
-    list[Path], typer.Option("--prompts", "-p", help="JSONL of prompts; may be given many times.")
+    list[str],
+    typer.Option(
+        "--prompts",
+        "-p",
+        help="JSONL of prompts, or a built-in source: stdlib, tiny. May be repeated.",
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Take the first so many of each.")]
+DtypeOption = Annotated[
+    Literal["float32", "bfloat16"], typer.Option(help="Compute dtype of the target.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -79,9 +88,19 @@ def inspect(
     show.record(inspect_target(target), as_json=as_json)
 
 
-@app.command(epilog="Example: `spec recipes`")
-def recipes() -> None:
+@app.command(epilog="Example: `spec recipes --keys`")
+def recipes(
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List every key of a recipe instead, with its default.")
+    ] = False,
+) -> None:
     """List the recipes that ship with the toolkit."""
+    if keys:
+        from ..recipes.schema import Recipe
+
+        for line in show.schema_lines(Recipe):
+            print(line)
+        return
     for name, line in show.shipped_recipes():
         print(f"{name:<12} {line}")
 
@@ -105,8 +124,8 @@ def train(
     from ..recipes.schema import load_recipe
 
     resolved = load_recipe(recipe, overrides or [])
+    print(resolved.to_yaml(), end="", flush=True)
     if only_print:
-        print(show.as_yaml(resolved), end="")
         return
     from ..train.loop import train as run
 
@@ -139,20 +158,24 @@ def regenerate(
     batch_size: Annotated[int, typer.Option(min=1, help="Answers generated at a time.")] = 32,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    limit: LimitOption = None,
+    dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
 ) -> None:
-    """Let the target answer prompts itself; an interrupted run goes on where it stopped."""
-    from ..data.prompts import read_prompts
-    from ..data.regenerate import regenerate as run
-    from ..target.model import Target
+    """Let the target answer prompts itself; an interrupted run goes on where it stopped.
 
-    manifest = run(
-        Target.load(target),
-        [prompt for path in prompts for prompt in read_prompts(path)],
+    A built-in source gives its training part.
+    """
+    from ..data.regenerate import regenerate as run
+    from .inputs import load_target, read_sources
+
+    summary = run(
+        load_target(target, dtype),
+        read_sources(prompts, "train", limit),
         out,
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         temperature=temperature,
         seed=seed,
     )
-    show.record(manifest, as_json=as_json)
+    show.record(summary, as_json=as_json)

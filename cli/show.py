@@ -3,9 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import TYPE_CHECKING, Any, get_args
 
 from .. import recipes
 
@@ -46,11 +44,6 @@ def text(content: Any) -> str:
     return str(content)
 
 
-def as_yaml(recipe: "BaseModel") -> str:
-    """A resolved recipe as YAML."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-
-
 def shipped_recipes() -> list[tuple[str, str]]:
     """Name and one-line description (the file's first comment) of each shipped recipe."""
     assert recipes.__file__ is not None
@@ -59,3 +52,20 @@ def shipped_recipes() -> list[tuple[str, str]]:
         comments = (line for line in path.read_text().splitlines() if line.startswith("#"))
         found.append((path.stem, next(comments, "").lstrip("# ")))
     return found
+
+
+def schema_lines(model: "type[BaseModel]", prefix: str = "") -> list[str]:
+    """A line a key of a schema and its sections: dotted name, default, what it means."""
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        kinds: list[Any] = [field.annotation, *get_args(field.annotation)]
+        sections = [kind for kind in kinds if hasattr(kind, "model_fields")]
+        if sections:
+            lines += schema_lines(sections[0], f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else json.dumps(field.default)
+        choices = [choice for kind in kinds for choice in get_args(kind) if isinstance(choice, str)]
+        one_of = f"one of {', '.join(choices)}" if choices else ""
+        meaning = "; ".join(filter(None, [field.description, one_of]))
+        lines.append(f"{prefix + name:<26} {default:<14} {meaning}".rstrip())
+    return lines

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from spec.cli import main as cli
 from spec.cli import show
-from typer.testing import CliRunner
 
 VERBS = ["eval", "inspect", "prepare", "recipes", "regenerate", "train"]
 
