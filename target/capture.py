@@ -27,7 +27,7 @@ class Features:
 
 
 class Capture:
-    """Context manager: after each forward pass of the target, `context` and `last` are its features.
+    """Context manager: after each forward pass of the target, `context` and `last` hold features.
 
     The tensors are the target's own, not copies; they are replaced at the next forward pass.
     Raises ValueError for layer ids that an engine could not capture.
@@ -105,8 +105,8 @@ def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
     rising = all(a < b for a, b in pairwise(ids))
     if not ids or not rising or ids[0] < 0 or ids[-1] > num_layers - 2:
         raise ValueError(
-            f"target_layer_ids {ids}: expected strictly rising ids from 0 to {num_layers - 2} (id k is "
-            f"the output of layer k of {num_layers}; the last layer cannot be captured)"
+            f"target_layer_ids {ids}: expected strictly rising ids from 0 to {num_layers - 2} "
+            f"(id k is the output of layer k of {num_layers}; the last one cannot be captured)"
         )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -63,3 +67,24 @@ def _download(repo: str, *, need_weights: bool) -> Path:
         ) from error
     _check_directory(directory, need_weights=need_weights)
     return directory
+
+
+@contextmanager
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """A directory to fill, renamed to `directory` when the block ends without an error.
+
+    Raises ValueError where `directory` already exists and is not empty.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory}: already exists; remove it or give another directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield building
+        building.chmod(0o755)  # mkdtemp makes it private
+        if directory.exists():
+            directory.rmdir()
+        building.rename(directory)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
