@@ -31,6 +31,7 @@ from .jsonl import MAX_REJECTED, Rejected, check_rejected, count_reasons, read_o
 from .manifest import Manifest, describe_inputs, describe_tokenizer
 from .messages import BadMessages, parse_messages, parse_tools, render
 from .rows import Row, write_rows
+from .tokens import Tokens
 
 TOO_LONG = "prompt longer than max_length"  # dropped and counted, but no fault of the file
 SOME_ANSWER = "answer-of-the-assistant"
@@ -98,10 +99,12 @@ def encode(
     places = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
     if not places:
         return Encoded(rejected=[Rejected(id, "no assistant message")])
-    ends = TurnEnds(tokenizer, stop_token_ids)
     try:
-        full = _ids(tokenizer, render(tokenizer, messages, tools))
-        turns = [_turn(tokenizer, messages[: j + 1], tools, ends, full) for j in places]
+        text = render(tokenizer, messages, tools)
+        tokens = Tokens(tokenizer, check=text)
+        ends = TurnEnds(tokens, stop_token_ids)
+        full = tokens.ids(text)
+        turns = [_turn(tokens, messages[: j + 1], tools, ends, full) for j in places]
         ignored = _ignores_reasoning(tokenizer, conversation)
     except BadMessages as error:
         return Encoded(rejected=[Rejected(id, error.reason, error.detail)])
@@ -121,12 +124,11 @@ def encode(
 class TurnEnds:
     """Finds where a turn ends; see the module's rule."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        eos = tokenizer.eos_token_id
+    def __init__(self, tokens: Tokens, stop_token_ids: Sequence[int]) -> None:
+        self.tokenizer = tokens.tokenizer
+        self.special = tokens.special
+        eos = self.tokenizer.eos_token_id
         self.stop = {*stop_token_ids, *([eos] if isinstance(eos, int) else [])}
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
 
     def find(self, ids: list[int], start: int, full: list[int]) -> int:
         """End of the supervised part of `ids[start:]`; `full` is the whole conversation."""
@@ -150,20 +152,21 @@ class TurnEnds:
 
 
 def _turn(
-    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tokens,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     ends: TurnEnds,
     full: list[int],
 ) -> Turn:
     """The turn of the last of `messages`."""
+    tokenizer = tokens.tokenizer
     text = render(tokenizer, messages, tools)
-    ids = _ids(tokenizer, text)
+    ids = tokens.ids(text)
     prompt_text = render(tokenizer, messages[:-1], tools, generation=True)
     header = _header(tokenizer, messages, tools, prompt_text)
-    prompt = _ids(tokenizer, prompt_text)
+    prompt = tokens.ids(prompt_text)
     if header and text.startswith(header):
-        start = _num_tokens(tokenizer, text, header)
+        start = tokens.count(text, header)
     elif ids[: len(prompt)] == prompt:
         start = len(prompt)
     else:
@@ -199,19 +202,6 @@ def _header(
         return header
     unthinking = render(tokenizer, before, tools, generation=True, enable_thinking=False)
     return header if header == unthinking else None
-
-
-def _num_tokens(tokenizer: PreTrainedTokenizerBase, text: str, header: str) -> int:
-    """Tokens of `text` up to the end of `header`, one across that end included."""
-    if not tokenizer.is_fast:
-        return len(_ids(tokenizer, header))
-    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-    return next((n for n, (first, _) in enumerate(offsets) if first >= len(header)), len(offsets))
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # As apply_chat_template does: the text already holds every special token.
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def _ignores_reasoning(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
