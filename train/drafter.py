@@ -4,6 +4,7 @@ import torch
 
 from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
+from ..eval.decode import check_pair
 from ..recipes.schema import DraftSection
 from ..target.capture import check_layer_ids, default_layer_ids
 from ..target.inspect import suggest_mask_token
@@ -53,7 +54,7 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
     """A float32 drafter ready to train; ValueError where a warm start does not fit the target."""
     if section.init_from is not None:
         draft = DFlashDraft.load(section.init_from, dtype=torch.float32, device=target.device)
-        check_fits(draft.config, target, section.init_from)
+        check_pair(draft, target)
         return draft.train()
     config = make_config(section, target)
     with torch.random.fork_rng(devices=[]):
@@ -67,14 +68,3 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
         if not copy_layers(draft, last):
             raise ValueError(f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use init=random")
     return draft.to(target.device)
-
-
-def check_fits(config: DFlashConfig, target: Target, where: str) -> None:
-    """ValueError unless a drafter was made for a target of this shape."""
-    found = (config.hidden_size, config.vocab_size, config.num_target_layers)
-    expected = (target.hidden_size, target.vocab_size, target.num_layers)
-    if found != expected:
-        raise ValueError(
-            f"{where} was made for a target with hidden {found[0]}, vocabulary {found[1]}, {found[2]} layers; "
-            f"{target.name} has {expected[0]}, {expected[1]}, {expected[2]}"
-        )

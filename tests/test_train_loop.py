@@ -1,0 +1,280 @@
+"""The loop's promises: exact resume, updates that ignore how samples were split, schedule, skipped steps."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import PartialState
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig, Qwen3ForCausalLM
+
+from spec.recipes.schema import Recipe, load_recipe
+from spec.target.model import Target
+from spec.target.tiny import tiny_config, tiny_tokenizer
+from spec.train import loop
+from spec.train.drafter import make_draft
+from spec.train.loop import Run, make_run, train, train_step
+from spec.train.material import Material, gather_material
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target; what it says does not matter here."""
+    path = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny_config())
+    tokenizer = tiny_tokenizer()
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of uneven length with uneven numbers of labels, and two held-out prompts."""
+    folder = tmp_path_factory.mktemp("data")
+    draw = random.Random(1)
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(24):
+            prompt, answer = draw.randrange(3, 20), draw.randrange(2, 30)
+            ids = [draw.randrange(32, 127) for _ in range(prompt + answer)]
+            file.write(json.dumps({"id": f"r{i}", "prompt_ids": ids[:prompt], "output_ids": ids[prompt:]}) + "\n")
+    with (folder / "heldout.jsonl").open("w") as file:
+        for text in ("write a", "write b"):
+            file.write(json.dumps({"turns": [text]}) + "\n")
+    return folder
+
+
+def recipe_of(target_dir: Path, data: Path, out: Path, *overrides: str) -> Recipe:
+    path = out.with_suffix(".yaml")
+    content: dict[str, Any] = {
+        "out": str(out),
+        "target": {"path": str(target_dir), "dtype": "float32"},
+        "data": {"rows": [str(data / "rows.jsonl")], "heldout": [str(data / "heldout.jsonl")]},
+        "draft": {"num_layers": 1, "block_size": 4, "num_features": 2},
+        "train": {
+            "steps": STEPS,
+            "seq_length": 64,
+            "num_anchors": 8,
+            "batch_size": 4,
+            "dtype": "float32",
+            "save_every": 3,
+            "eval_every": 3,
+            "log_every": 1,
+        },
+        "eval": {"prompts": 2, "final_prompts": 2, "max_new_tokens": 6, "baselines": False},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return load_recipe(path, list(overrides))
+
+
+def final_state(out: Path) -> dict[str, Tensor]:
+    folder = out / "checkpoints" / f"step-{STEPS:08d}"
+    weights = load_file(folder / "masters.safetensors")
+    return weights | load_file(folder / "optimizer.safetensors")
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    left, right = final_state(a), final_state(b)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    timings = {"seconds", "tokens_per_second", "blocks_per_second"}
+    lines = [
+        [{k: v for k, v in json.loads(line).items() if k not in timings} for line in (out / "metrics.jsonl").open()]
+        for out in (a, b)
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == STEPS + 2  # a line a step and one a measurement
+
+
+def made_run(recipe: Recipe, out: Path) -> Run:
+    processes = PartialState(cpu=True)
+    target = Target.load(recipe.target.path or "")
+    draft = make_draft(recipe.draft, target, recipe.train.seed)
+    material = gather_material(recipe, out, target, draft.config.target_layer_ids, processes)
+    return make_run(recipe, target, draft, material)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_six_steps_equal_three_a_stop_and_three(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str
+) -> None:
+    options = (f"train.optimizer={optimizer}", f"train.dtype={dtype}")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(recipe_of(target_dir, data, whole, *options))
+    step = train_step
+
+    def dies_at_the_fifth(run: Run, *args: Any, **kwargs: Any) -> Any:
+        if run.state.step == 4:
+            raise KeyboardInterrupt
+        return step(run, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", dies_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe_of(target_dir, data, cut, *options))
+    monkeypatch.setattr(loop, "train_step", step)
+    train(recipe_of(target_dir, data, cut, *options))
+    assert_same_end(whole, cut)
+
+
+def test_the_update_does_not_depend_on_packing_or_accumulation(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    """All rows and all their anchors in one step: as one packed sequence, or as many."""
+    gradients = []
+    for i, (seq_length, batch) in enumerate([(2000, 1), (64, 0), (100, 0)]):
+        out = tmp_path / str(i)
+        options = [f"train.seq_length={seq_length}", "train.num_anchors=100000", "train.clip=1e9"]
+        run = made_run(recipe_of(target_dir, data, out, *options), out)
+        packs = len(run.samples.packs)
+        assert batch == 0 or packs == batch
+        out = tmp_path / f"{i}b"
+        run = made_run(recipe_of(target_dir, data, out, *options, f"train.batch_size={packs}"), out)
+        result = train_step(run, 1.0, PartialState(cpu=True), elapsed=0.0)
+        gradients.append((run.masters.flat_grad.clone(), result.loss, result.num_blocks))
+    for gradient, loss, blocks in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0][0], atol=1e-6, rtol=1e-4)
+        assert loss == pytest.approx(gradients[0][1], rel=1e-5)
+        assert blocks == gradients[0][2]
+
+
+def test_the_last_step_has_the_schedules_last_rate(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe_of(target_dir, data, out, "train.warmup=0.5"))
+    rates = [line["lr"] for line in map(json.loads, (out / "metrics.jsonl").open()) if "lr" in line]
+    assert rates[:3] == pytest.approx([6e-4 / 3, 6e-4 * 2 / 3, 6e-4])
+    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_step_without_finite_gradient_is_skipped_and_counted(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = made_run(recipe_of(target_dir, data, out), out)
+    before = {name: value.clone() for name, value in run.masters.state_dict().items()}
+    run.head.weight[5, 0] = float("nan")
+    result = train_step(run, 1.0, PartialState(cpu=True), elapsed=0.0)
+    assert not result.applied
+    assert run.state.skipped_steps == 1
+    assert all(torch.equal(before[name], value) for name, value in run.masters.state_dict().items())
+
+
+def test_a_step_without_a_label_changes_nothing(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    run = made_run(recipe_of(target_dir, data, out), out)
+    before = run.masters.state_dict()["fc.weight"].clone()
+    get = type(run.samples).__getitem__
+
+    def unlabelled(self: Any, number: int) -> Any:
+        sample = get(self, number)
+        return type(sample)(sample.sequence, sample.anchors[:0])
+
+    monkeypatch.setattr(type(run.samples), "__getitem__", unlabelled)
+    result = train_step(run, 1.0, PartialState(cpu=True), elapsed=0.0)
+    assert (result.loss, result.applied, run.state.empty_steps) == (0.0, False, 1)
+    assert torch.equal(run.masters.state_dict()["fc.weight"], before)
+
+
+def test_another_recipe_in_the_same_out_is_refused(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe_of(target_dir, data, out))
+    with pytest.raises(ValueError, match="train.lr: 0.0006 then, 0.1 now"):
+        train(recipe_of(target_dir, data, out, "train.lr=0.1"))
+    train(recipe_of(target_dir, data, out, "train.lr=0.01"), resume=False)
+
+
+def test_a_run_leaves_what_it_promises_and_nothing_else(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe_of(target_dir, data, out))
+    assert {path.name for path in out.iterdir()} == {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "draft",
+        "report",
+    }
+    provenance = json.loads((out / "draft" / "spec.json").read_text())
+    assert str(tmp_path) not in json.dumps(provenance["target"])
+    assert {p.name for p in (out / "draft").iterdir()} == {"config.json", "model.safetensors", "spec.json"}
+
+
+@pytest.mark.parametrize(
+    ("token", "message"), [(256, "pad, bos or a stop token"), (258, "pad, bos or a stop token"), (65, "occurs in the data")]
+)
+def test_the_mask_token_must_be_free(
+    target_dir: Path, data: Path, tmp_path: Path, token: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(recipe_of(target_dir, data, tmp_path / "run", f"draft.mask_token_id={token}"))
+
+
+def worker(recipe: Recipe) -> subprocess.Popen[bytes]:
+    """`spec train` as a user runs it."""
+    path = Path(recipe.out).with_suffix(".resolved.yaml")
+    path.write_text(recipe.to_yaml())
+    command = [sys.executable, "-c", "from spec.cli.main import main; main()", "train", "--recipe", str(path)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_ten_moments_the_run_ends_the_same(
+    target_dir: Path, data: Path, tmp_path: Path, processes: int
+) -> None:
+    """kill -9 to the whole process group at random moments, resumed each time."""
+    options = (f"train.processes={processes}", "train.save_every=1", "train.eval_every=1000")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    started = time.monotonic()
+    assert worker(recipe_of(target_dir, data, whole, *options)).wait() == 0
+    duration = time.monotonic() - started
+    draw = random.Random(processes)
+    for _ in range(10):
+        process = worker(recipe_of(target_dir, data, killed, *options))
+        # Most of a run is starting up; half of the kills aim at what comes after.
+        time.sleep(duration * draw.uniform(0.3, 1.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert worker(recipe_of(target_dir, data, killed, *options)).wait() == 0
+    left, right = final_state(whole), final_state(killed)
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_run_goes_on(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    options = ("train.processes=2", "train.save_every=1000", "train.steps=2000", "train.eval_every=1000")
+    out = tmp_path / "run"
+    process = worker(recipe_of(target_dir, data, out, *options))
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    process.wait(timeout=60)
+    saved = sorted((out / "checkpoints").glob("step-*"))
+    assert len(saved) == 1
+    assert 3 <= json.loads((saved[0] / "state.json").read_text())["state"]["step"] < 2000
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert worker(recipe_of(target_dir, data, one)).wait() == 0
+    assert worker(recipe_of(target_dir, data, two, "train.processes=2")).wait() == 0
+    left, right = final_state(one), final_state(two)
+    for name, value in left.items():
+        torch.testing.assert_close(right[name], value, atol=1e-5, rtol=1e-3)

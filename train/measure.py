@@ -1,0 +1,94 @@
+"""Held-out acceptance length during training, and the best drafter kept in the files engines read."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from ..data.jsonl import atomic_file
+from ..data.prompts import Prompt, encode_prompt
+from ..dflash.draft import DFlashDraft
+from ..eval.acceptance import Rounds
+from ..eval.acceptance import measure as measure_rounds
+from ..eval.decode import NetworkDrafter, speculate
+from ..recipes.schema import EvalSection, Recipe
+from ..target.model import Target
+from .checkpoint import TrainState
+from .material import target_revision
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Acceptance length with its 95 % interval over requests."""
+
+    acceptance_length: float
+    ci95: tuple[float, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"acceptance_length": self.acceptance_length, "acceptance_length_ci95": list(self.ci95)}
+
+    def text(self) -> str:
+        return f"{self.acceptance_length:.3f} [{self.ci95[0]:.2f}, {self.ci95[1]:.2f}]"
+
+
+def measure(
+    draft: DFlashDraft, target: Target, prompts: Sequence[Prompt], section: EvalSection, processes: PartialState
+) -> Measured:
+    """Decode held-out prompts speculatively, each process its share; the rounds of all are counted together."""
+    tokenizer = target.require_tokenizer()
+    mine = [encode_prompt(p, tokenizer) for p in prompts[processes.process_index :: processes.num_processes]]
+    draft.eval()
+    decoded = speculate(
+        target,
+        NetworkDrafter(draft, target),
+        mine,
+        max_new_tokens=section.max_new_tokens,
+        batch_size=section.batch_size,
+    )
+    draft.train()
+    rounds = [Rounds(d.num_accepted, d.num_drafted, len(d.output_ids)) for d in decoded]
+    if processes.num_processes > 1:
+        rounds = gather_object(rounds)
+    result = measure_rounds(rounds, draft.config.num_draft_tokens)
+    # An answer of a single token has no round; a drafter cannot help there, which is an acceptance length of 1.
+    return Measured(result.acceptance_length or 1.0, result.acceptance_length_ci95 or (1.0, 1.0))
+
+
+def keep_best(
+    draft: DFlashDraft, state: TrainState, tau: float, recipe: Recipe, out: Path, target: Target, *, main: bool
+) -> None:
+    """Write `out/draft` when the drafter is the best so far."""
+    state.last_acceptance = tau
+    if tau <= state.best_acceptance:
+        return
+    state.best_acceptance, state.best_step = tau, state.step
+    if main:
+        draft.save(out / "draft")
+        write_provenance(out, recipe, target, state)
+
+
+def write_provenance(out: Path, recipe: Recipe, target: Target, state: TrainState) -> None:
+    """`draft/spec.json`: what this drafter was made from. No paths."""
+    manifests = sorted((out / "data").glob("*.manifest.json"))
+    record = {
+        "recipe": recipe.model_dump(mode="json", exclude={"out"}),
+        "data": {path.name: json.loads(path.read_text()) for path in manifests},
+        "target": {"name": target.name, "revision": target_revision(target)},
+        "step": state.step,
+        "heldout_acceptance_length": state.best_acceptance,
+        "versions": {
+            "spec-toolkit": version("spec-toolkit"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        },
+    }
+    with atomic_file(out / "draft" / "spec.json") as file:
+        file.write((json.dumps(record, indent=2) + "\n").encode())
