@@ -69,6 +69,7 @@ class PrefillStep:
 
     rows: list[int]
     counts: list[int]  # valid tokens of each row
+    tokens: Tensor  # [B, T] what was read
     hidden: Tensor  # [B, T, H] final norm's output
     finished: list[bool]  # whether the row's prompt is complete
 
@@ -97,7 +98,7 @@ def prefill(
             finished = [
                 start + n == len(requests[i][1]) for i, n in zip(group, counts, strict=True)
             ]
-            yield PrefillStep(group, counts, hidden, finished)
+            yield PrefillStep(group, counts, tokens, hidden, finished)
 
 
 def _groups(order: list[int], lengths: list[int], max_tokens: int) -> Iterator[list[int]]:
