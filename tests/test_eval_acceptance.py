@@ -43,7 +43,7 @@ def test_the_mean_does_not_depend_on_how_rounds_are_grouped() -> None:
 
 
 def test_positions_are_counted_over_rounds_that_drafted_them() -> None:
-    """The mean of 3, 2, 1, 0 is 1.5 however they are split; means of means differ."""
+    """Drafts of 3, 1, 0 tokens: k = 1 over two rounds, k = 2 and 3 over one, k = 4 over none."""
     result = measure([Rounds([2, 1, 0], [3, 1, 0], 6)], 4)
     assert result.survival_at == [1.0, 1.0, 0.0, None]
     assert result.conditional_acceptance_at == [1.0, 1.0, 0.0, None]
