@@ -299,7 +299,8 @@ def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope),
     )
-    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
+    with torch.device("cpu"):  # `load` builds the network on the meta device; these numbers are needed for real
+        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
 
 
 def read_weights(directory: str | Path) -> dict[str, Tensor]:
