@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+
+from .gguf import cached_conversion
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+)--(?P<repo>[^/]+)/snapshots/[^/]+/?$")
@@ -24,6 +22,8 @@ def resolve(path: str | Path, *, need_weights: bool) -> tuple[Path, str]:
     if local.is_dir():
         _check_directory(local, need_weights=need_weights)
         return local, directory_name(local)
+    if local.is_file() and local.suffix == ".gguf":
+        return cached_conversion(local), local.stem
     if local.exists():
         raise ValueError(f"{path}: expected a model directory, a hub id or a .gguf file")
     if not HUB_ID.fullmatch(str(path)):
@@ -67,24 +67,3 @@ def _download(repo: str, *, need_weights: bool) -> Path:
         ) from error
     _check_directory(directory, need_weights=need_weights)
     return directory
-
-
-@contextmanager
-def atomic_directory(directory: Path) -> Iterator[Path]:
-    """A directory to fill, renamed to `directory` when the block ends without an error.
-
-    Raises ValueError where `directory` already exists and is not empty.
-    """
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory}: already exists; remove it or give another directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        yield building
-        building.chmod(0o755)  # mkdtemp makes it private
-        if directory.exists():
-            directory.rmdir()
-        building.rename(directory)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise

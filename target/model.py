@@ -10,8 +10,7 @@ scaled embeddings and nested `text_config` wrappers need no special case.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +29,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as hf_logging
 
 from .files import resolve
+from .saving import quiet_progress, refusal
 
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
@@ -276,7 +275,7 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> Pretrain
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
-        raise ValueError(_one_line(directory.name, "config.json was refused", error)) from error
+        raise ValueError(refusal(directory.name, "config.json was refused", error)) from error
 
 
 def load_tokenizer(
@@ -289,7 +288,7 @@ def load_tokenizer(
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ValueError(_one_line(directory.name, "the tokenizer was refused", error)) from error
+        raise ValueError(refusal(directory.name, "the tokenizer was refused", error)) from error
 
 
 def logit_softcap(config: PretrainedConfig) -> float | None:
@@ -337,24 +336,7 @@ def _load_model(
                 directory, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
-        raise ValueError(_one_line(directory.name, "the weights were refused", error)) from error
-
-
-@contextmanager
-def quiet_progress() -> Iterator[None]:
-    """No bar for a load that takes a second; the setting is put back afterwards."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
-
-
-def _one_line(name: str, what: str, error: Exception) -> str:
-    first = " ".join(str(error).split())
-    return f"{name}: {what} ({type(error).__name__}: {first[:300]})"
+        raise ValueError(refusal(directory.name, "the weights were refused", error)) from error
 
 
 def _unique_ids(sources: Sequence[int | Sequence[int] | None]) -> tuple[int, ...]:

@@ -19,9 +19,8 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from .files import atomic_directory
 from .grammar import Sample, Split, distinct_samples, samples
-from .model import quiet_progress
+from .saving import atomic_directory, quiet_progress
 
 NUM_BYTES = 256
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
