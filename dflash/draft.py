@@ -243,7 +243,8 @@ class DFlashDraft(nn.Module):
         inputs = anchors.new_full((len(anchors), self.config.block_size), self.config.mask_token_id)
         inputs[:, 0] = anchors
         hidden = self.hidden(cache, slots, F.embedding(inputs, embedding))
-        return head(hidden[:, 1:]).argmax(-1)
+        # Contiguous: a product with a strided 3-D slice copies the head's weight once a row.
+        return head(hidden[:, 1:].contiguous()).argmax(-1)
 
     # Files
 
