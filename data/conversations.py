@@ -29,7 +29,7 @@ from ..target.files import resolve
 from ..target.model import load_tokenizer
 from .jsonl import MAX_REJECTED, Rejected, check_rejected, count_reasons, read_objects, stem
 from .manifest import Manifest, describe_inputs, describe_tokenizer
-from .messages import BadMessages, parse_messages, parse_tools, render
+from .messages import BadMessages, adapt, parse_messages, parse_tools, render
 from .rows import Row, write_rows
 from .tokens import Tokens
 
@@ -95,17 +95,18 @@ def encode(
         raise ValueError(
             "the tokenizer has no chat template; give prompts to `spec regenerate` instead"
         )
-    id, messages, tools = conversation.id, conversation.messages, conversation.tools
-    places = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
+    id, tools = conversation.id, conversation.tools
+    places = [j for j, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     if not places:
         return Encoded(rejected=[Rejected(id, "no assistant message")])
     try:
+        messages = adapt(tokenizer, conversation.messages, tools)
         text = render(tokenizer, messages, tools)
         tokens = Tokens(tokenizer, check=text)
         ends = TurnEnds(tokens, stop_token_ids)
         full = tokens.ids(text)
         turns = [_turn(tokens, messages[: j + 1], tools, ends, full) for j in places]
-        ignored = _ignores_reasoning(tokenizer, conversation)
+        ignored = _ignores_reasoning(tokenizer, messages, tools)
     except BadMessages as error:
         return Encoded(rejected=[Rejected(id, error.reason, error.detail)])
     if ignored:
@@ -204,14 +205,17 @@ def _header(
     return header if header == unthinking else None
 
 
-def _ignores_reasoning(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> bool:
+def _ignores_reasoning(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+) -> bool:
     """Whether the first turn with reasoning renders the same without it."""
-    for j, message in enumerate(conversation.messages):
+    for j, message in enumerate(messages):
         if message.get("reasoning_content"):
-            before, tools = conversation.messages[:j], conversation.tools
             plain = {key: value for key, value in message.items() if key != "reasoning_content"}
-            kept = render(tokenizer, [*before, message], tools)
-            return kept == render(tokenizer, [*before, plain], tools)
+            kept = render(tokenizer, messages[: j + 1], tools)
+            return kept == render(tokenizer, [*messages[:j], plain], tools)
     return False
 
 

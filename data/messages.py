@@ -169,35 +169,10 @@ def render(
     generation: bool = False,
     **options: Any,
 ) -> str:
-    """The chat template's text; its ids are `tokenizer(text, add_special_tokens=False)`.
+    """The chat template's text; raises BadMessages where the template fails.
 
-    Tool-call arguments are handed over as objects, which templates turn into JSON themselves, or as
-    JSON text to templates that print them as they are. Raises BadMessages where the template fails.
+    Messages with tool calls go through `adapt` first.
     """
-    arguments = [
-        call["function"]["arguments"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-    ]
-    try:
-        text = _apply(tokenizer, messages, tools, generation, options)
-        # Python's notation in the text means the template printed the object itself.
-        printed = any(a and str(a) in text and json.dumps(a) not in text for a in arguments)
-        if not printed:
-            return text
-    except BadMessages:
-        if not arguments:
-            raise
-    return _apply(tokenizer, _with_text_arguments(messages), tools, generation, options)
-
-
-def _apply(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    generation: bool,
-    options: dict[str, Any],
-) -> str:
     try:
         text = tokenizer.apply_chat_template(
             messages,
@@ -207,24 +182,59 @@ def _apply(
             **options,
         )
     except Exception as error:  # a template raises whatever its author chose
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadMessages("the chat template refuses the messages", reason) from error
     assert isinstance(text, str)
     return text
 
 
-def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    result: list[dict[str, Any]] = []
+def adapt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """The messages in the form in which this chat template renders their tool calls.
+
+    Most templates want arguments as objects, which they turn into JSON; some want JSON text, and
+    print an object in Python's notation or fail; some look for calls only where content is absent.
+    Raises BadMessages where no form shows the calls: such a turn would be an empty answer.
+    """
+    if not any("tool_calls" in message for message in messages):
+        return messages
+    error = BadMessages("the chat template leaves out tool calls")
+    without = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
+    for keep_content in (True, False):
+        for as_text in (False, True):
+            form = [_form(message, keep_content, as_text) for message in messages]
+            try:
+                text = render(tokenizer, form, tools)
+            except BadMessages as failure:
+                error = failure
+                continue
+            if not _shows_python(text, form) and text != render(tokenizer, without, tools):
+                return form
+    raise error
+
+
+def _form(message: dict[str, Any], keep_content: bool, as_text: bool) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+    if as_text:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    form = {**message, "tool_calls": calls}
+    if not keep_content and not form["content"]:
+        del form["content"]
+    return form
+
+
+def _shows_python(text: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether a template wrote arguments the way Python does."""
     for message in messages:
-        calls = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in message.get("tool_calls", ())
-        ]
-        result.append({**message, "tool_calls": calls} if calls else message)
-    return result
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"]["arguments"]
+            if arguments and isinstance(arguments, dict) and str(arguments) in text:
+                return True
+    return False

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .jsonl import MAX_REJECTED, Rejected, check_rejected, count_reasons, read_objects, stem
-from .messages import BadMessages, parse_messages, parse_tools, render
+from .messages import BadMessages, adapt, parse_messages, parse_tools, render
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[in
     special tokens (`prompt_format` names which of the two holds).
     """
     if tokenizer.chat_template:
-        text = render(tokenizer, prompt.messages, prompt.tools, generation=True)
+        messages = adapt(tokenizer, prompt.messages, prompt.tools)
+        text = render(tokenizer, messages, prompt.tools, generation=True)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     text = "\n\n".join(message["content"] for message in prompt.messages)
     return list(tokenizer(text).input_ids)

@@ -166,6 +166,18 @@ def test_the_next_header_closes_a_turn_where_it_is_the_stop_token() -> None:
     assert row.input_ids == template_ids(tokenizer, [USER, ANSWER, USER, ANSWER])
 
 
+def test_a_turn_closed_by_its_own_token_does_not_take_the_next_header() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|im_start|>' }}"
+        "{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    tokenizer = make_tokenizer(template, eos="<|endoftext|>")
+    stop = tokenizer.convert_tokens_to_ids("<|user|>")
+    (row,) = run([USER, ANSWER, USER, ANSWER], tokenizer, stop_token_ids=[stop]).rows
+    assert spans(row) == ["Hello<|im_end|>"] * 2
+
+
 def test_a_template_without_special_tokens_supervises_the_text_alone() -> None:
     template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
@@ -300,6 +312,19 @@ def test_the_same_calls_written_differently_give_the_same_row(
     (row,) = run(messages, TOOLS.replace("ARGUMENTS", arguments)).rows
     (reference,) = run(TOOL_TALK, JSON_TOOLS).rows
     assert (row.input_ids, row.loss_mask) == (reference.input_ids, reference.loss_mask)
+
+
+def test_calls_that_show_only_where_content_is_absent_are_found() -> None:
+    calls = "m.tool_calls or []"
+    template = JSON_TOOLS.replace(calls, f"({calls} if 'content' not in m)")
+    assert template != JSON_TOOLS
+    (row,) = run(TOOL_TALK, template).rows
+    assert row == run(TOOL_TALK, JSON_TOOLS).rows[0]
+
+
+def test_a_template_without_tool_calls_rejects_them() -> None:
+    (bad,) = run(TOOL_TALK, CHATML).rejected
+    assert (bad.id, bad.reason) == ("c1", "the chat template leaves out tool calls")
 
 
 @pytest.mark.parametrize(
