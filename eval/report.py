@@ -1,0 +1,231 @@
+"""Measure a drafter against plain decoding and write what came out: report.json, a table, a plot.
+
+Every group of prompts runs twice with the same loop and batch size, first without the drafter, then
+with it. All but the three timing keys of a group is the same whenever the same inputs are measured
+again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..data.jsonl import atomic_file
+from ..data.messages import BadMessages
+from ..data.prompts import Prompt, encode_prompt
+from ..target.generate import max_positions
+from ..target.model import Target
+from .acceptance import Rounds, measure
+from .decode import Decoded, Drafter, NoDrafter, speculate
+
+SCHEMA = 1
+ENGINE = "spec"
+TIMING_KEYS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The answers to one group and the wall time they took."""
+
+    decoded: list[Decoded]
+    seconds: float
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(d.output_ids) for d in self.decoded)
+
+
+Baseline = dict[str, Run]  # by group
+
+
+def evaluate(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    draft_name: str,
+    algorithm: str = "dflash",
+    baseline: Baseline | None = None,
+    progress: bool = True,
+) -> Report:
+    """The acceptance report of a drafter (DESIGN section 7); groups are the prompts' tags.
+
+    `baseline` holds the plain runs by group: those found there are used again and those that are
+    missing are measured and added, so several drafters can share one. A bar shows on stderr where
+    that is a terminal.
+
+    Raises ValueError where no prompt fits.
+    """
+    groups, skipped = _encode(target, drafter, prompts, max_new_tokens)
+    baseline = {} if baseline is None else baseline
+    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    shortest = min((ids for group in groups.values() for ids in group), key=len)
+    for warm in (None, drafter):  # kernels are chosen at their first call
+        speculate(target, warm, [shortest], max_new_tokens=min(4, max_new_tokens), batch_size=1)
+    runs: dict[str, Run] = {}
+    missing = sum(len(ids) for name, ids in groups.items() if name not in baseline)
+    total = missing + sum(map(len, groups.values()))
+    with _bar(draft_name, total, shown=progress) as advance:
+        for name, ids in groups.items():
+            if name not in baseline:
+                baseline[name] = _timed(target, NoDrafter(), ids, advance, **options)
+            runs[name] = _timed(target, drafter, ids, advance, **options)
+    plain = {name: baseline[name] for name in groups}
+    figures = {"all": _group(list(runs.values()), list(plain.values()), drafter.num_draft_tokens)}
+    for name in groups:
+        figures[name] = _group([runs[name]], [plain[name]], drafter.num_draft_tokens)
+    return {
+        "schema": SCHEMA,
+        "target": target.name,
+        "draft": draft_name,
+        "engine": ENGINE,
+        "algorithm": algorithm,
+        "num_draft_tokens": drafter.num_draft_tokens,
+        "temperature": 0.0,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "num_threads": torch.get_num_threads(),
+        **options,
+        "bonus_token_counted": True,
+        "num_skipped": dict(skipped),
+        "groups": figures,
+    }
+
+
+def without_timing(report: Report) -> Report:
+    """What two reports on the same inputs share."""
+    groups = {
+        name: {key: value for key, value in group.items() if key not in TIMING_KEYS}
+        for name, group in report["groups"].items()
+    }
+    rest = {key: value for key, value in report.items() if key != "comparisons"}
+    others = [without_timing(other) for other in report.get("comparisons", [])]
+    return {**rest, "groups": groups, **({"comparisons": others} if others else {})}
+
+
+def write_report(
+    report: Report, out_dir: str | Path, *, comparisons: Sequence[Report] = ()
+) -> Path:
+    """Write report.json, report.md and acceptance.png; returns the path of report.json.
+
+    `comparisons` are reports of other drafters on the same prompts; they join the table and the
+    plot, and stand in report.json under that name.
+    """
+    # Late: the plot's library is slow to import, and most who measure write no report.
+    from .render import markdown, plot
+
+    out = Path(out_dir)
+    if comparisons:
+        report = {**report, "comparisons": list(comparisons)}
+    with atomic_file(out / "acceptance.png") as file:
+        plot(report).savefig(file, format="png", dpi=144, metadata={"Software": None})
+    with atomic_file(out / "report.md") as file:
+        file.write(markdown(report).encode())
+    path = out / "report.json"
+    with atomic_file(path) as file:
+        file.write((json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
+    return path
+
+
+def _encode(
+    target: Target, drafter: Drafter, prompts: Sequence[Prompt], max_new_tokens: int
+) -> tuple[dict[str, list[list[int]]], Counter[str]]:
+    """Ids of the prompts that fit, by group in order of name; the others counted by reason."""
+    tokenizer = target.require_tokenizer()
+    limit = max_positions(target)
+    needed = max_new_tokens + drafter.num_draft_tokens
+    groups: dict[str, list[list[int]]] = {}
+    skipped: Counter[str] = Counter()
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(prompt, tokenizer)
+        except BadMessages as error:
+            skipped[error.reason] += 1
+            continue
+        if not ids:
+            skipped["no tokens"] += 1
+        elif limit is not None and len(ids) + needed > limit:
+            skipped["too long for the target"] += 1
+        else:
+            # "all" is the sum of the groups; a tag of that name must not pass for it.
+            tag = prompt.tag if prompt.tag != "all" else "tag: all"
+            groups.setdefault(tag, []).append(ids)
+    if not groups:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "none given"
+        raise ValueError(
+            f"no prompt to decode ({reasons}); expected prompts that leave {needed} of "
+            f"{target.name}'s "
+            f"{limit} positions: shorten them or lower max_new_tokens"
+        )
+    return dict(sorted(groups.items())), skipped
+
+
+def _timed(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    advance: Callable[[Decoded], None],
+    **options: Any,
+) -> Run:
+    started = time.perf_counter()
+    decoded = speculate(target, drafter, prompts, on_finished=advance, **options)
+    return Run(decoded, time.perf_counter() - started)
+
+
+def _group(runs: list[Run], plain: list[Run], num_draft_tokens: int) -> dict[str, Any]:
+    decoded = [d for run in runs for d in run.decoded]
+    rounds = [Rounds(d.num_accepted, d.num_drafted, len(d.output_ids)) for d in decoded]
+    baseline = [d for run in plain for d in run.decoded]
+    same = sum(a.output_ids == b.output_ids for a, b in zip(decoded, baseline, strict=True))
+    fast, slow = _tokens_per_second(runs), _tokens_per_second(plain)
+    return {
+        **measure(rounds, num_draft_tokens).to_json(),
+        "equal_to_plain": same / len(decoded),
+        "tokens_per_second": fast,
+        "baseline_tokens_per_second": slow,
+        "speedup": fast / slow,
+    }
+
+
+def _tokens_per_second(runs: list[Run]) -> float:
+    return sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+@contextmanager
+def _bar(name: str, total: int, *, shown: bool) -> Iterator[Callable[[Decoded], None]]:
+    """A progress bar over answers, plain and speculative ones, with tokens per second."""
+    tokens, started = 0, time.perf_counter()
+    bar = Progress(
+        TextColumn("evaluate {task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not (shown and sys.stderr.isatty()),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(name, total=total, rate=0.0)
+
+        def advance(decoded: Decoded) -> None:
+            nonlocal tokens
+            tokens += len(decoded.output_ids)
+            bar.update(task, advance=1, rate=tokens / (time.perf_counter() - started))
+
+        yield advance
