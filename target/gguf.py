@@ -100,8 +100,8 @@ def _check_magic(source: Path) -> None:
         magic = file.read(4)
     if magic != b"GGUF":
         raise ValueError(
-            f"{source.name}: starts with {magic!r}, expected b'GGUF'; it is another kind of file, an "
-            "unfinished download or a Git LFS pointer: download it again"
+            f"{source.name}: starts with {magic!r}, expected b'GGUF'; it is another kind of file, "
+            "an unfinished download or a Git LFS pointer: download it again"
         )
 
 
@@ -131,8 +131,8 @@ def _check_special_ids(
     rows = embedding.shape[0]
     if len(tokenizer) > rows:
         raise ValueError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows; expected "
-            "no more tokens than rows: give the model's safetensors instead"
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, the embedding {rows} rows; "
+            "expected no more tokens than rows: give the model's safetensors instead"
         )
     for key in ("bos_token_id", "eos_token_id"):
         of_model, of_tokenizer = getattr(model.config, key, None), getattr(tokenizer, key, None)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from .files import resolve
+from .logits import head_logits, logit_scale, logit_softcap
 from .saving import quiet_progress, refusal
 
 LAYER_LISTS = ("layers", "h", "blocks")
@@ -161,7 +162,7 @@ class Target:
 
     @property
     def tied(self) -> bool:
-        return self.head.data_ptr() == self.embedding.data_ptr()
+        return self.head is self.embedding
 
     @property
     def num_layers(self) -> int:
@@ -227,12 +228,13 @@ class Target:
 
     def logits(self, last_hidden: Tensor) -> Tensor:
         """The target's own logits from final-norm outputs: [..., H] -> [..., V]."""
-        logits = F.linear(last_hidden, self.head, self.head_bias)
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
-        return logits
+        return head_logits(
+            last_hidden,
+            self.head,
+            bias=self.head_bias,
+            scale=self.logit_scale,
+            softcap=self.logit_softcap,
+        )
 
     @torch.no_grad()
     def check_teacher(self, input_ids: Tensor | Sequence[int]) -> float:
@@ -291,21 +293,6 @@ def load_tokenizer(
         raise ValueError(refusal(directory.name, "the tokenizer was refused", error)) from error
 
 
-def logit_softcap(config: PretrainedConfig) -> float | None:
-    cap = getattr(config, "final_logit_softcapping", None)
-    return float(cap) if cap else None
-
-
-def logit_scale(config: PretrainedConfig) -> float:
-    """The factor on the head's output: Cohere and Falcon-H1 multiply, Granite divides."""
-    for key in ("logit_scale", "lm_head_multiplier"):
-        factor = getattr(config, key, None)
-        if factor is not None:
-            return float(factor)
-    divisor = getattr(config, "logits_scaling", None)
-    return 1.0 / float(divisor) if divisor else 1.0
-
-
 def recurrent_layers(config: PretrainedConfig) -> tuple[int, ...]:
     """Layers that `layer_types` (or an older name for it) declares recurrent, by index."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
@@ -324,12 +311,26 @@ def _layer_list(module: nn.Module) -> nn.ModuleList | None:
     return None
 
 
+def meta_target(config: PretrainedConfig, *, name: str, trust_remote_code: bool = False) -> Target:
+    """The target's structure on the meta device: every module, no weights, no memory."""
+    try:
+        with torch.device("meta"):
+            model = _loader(config).from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError) as error:
+        raise ValueError(refusal(name, "the model cannot be built", error)) from error
+    return Target.of(model, None, name=name)
+
+
+def _loader(config: PretrainedConfig) -> Any:
+    wrapped = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    multimodal = wrapped and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
 def _load_model(
     directory: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    wrapped = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    multimodal = wrapped and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    loader = _loader(config)
     try:
         with quiet_progress():
             return loader.from_pretrained(
