@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .files import resolve
-from .logits import head_logits, logit_scale, logit_softcap
+from .logits import head_logits
 from .model import Target, load_config, meta_target
 from .tensors import Stored, read_tensor, stored_tensors
 
@@ -76,8 +76,8 @@ def load_head(
         head=embedding if head is None else head,
         head_bias=None if bias is None else read("head bias", bias, outline.head_module, "bias"),
         final_norm=_load_norm(outline, tensors, name).to(device, dtype),
-        logit_scale=logit_scale(outline.config),
-        logit_softcap=logit_softcap(outline.config),
+        logit_scale=outline.logit_scale,
+        logit_softcap=outline.logit_softcap,
     )
 
 

@@ -103,7 +103,7 @@ def inspect_target(path: str | Path, *, trust_remote_code: bool = False) -> Targ
         norm=_norm_kind(outline.final_norm) if outline else None,
         rope=_rope(config),
         sliding_window=_sliding_window(config),
-        logit_softcap=logit_softcap(config),
+        logit_softcap=outline.logit_softcap if outline else logit_softcap(config),
         logit_scale=logit_scale(config),
         recurrent_state=outline.has_recurrent_state if outline else None,
         **_template_facts(tokenizer),

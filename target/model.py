@@ -9,6 +9,7 @@ scaled embeddings and nested `text_config` wrappers need no special case.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,6 +36,7 @@ from .files import resolve
 from .logits import head_logits, logit_scale, logit_softcap
 from .saving import quiet_progress, refusal
 
+REFUSALS = (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError)
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
 RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "rwkv", "ssm", "delta", "lightning")
@@ -186,7 +189,17 @@ class Target:
 
     @property
     def logit_softcap(self) -> float | None:
-        return logit_softcap(self.config)
+        """The cap that the model applies; None where its code never reads the config's value."""
+        return logit_softcap(self.config) if self._reads_softcap else None
+
+    @cached_property
+    def _reads_softcap(self) -> bool:
+        # The multimodal wrapper of Gemma 3 carries the text model's cap and ignores it.
+        kinds = {type(m) for m in self.model.modules() if isinstance(m, PreTrainedModel)}
+        try:
+            return any("final_logit_softcapping" in inspect.getsource(kind) for kind in kinds)
+        except (OSError, TypeError):  # no source: believe the config, `check_teacher` will tell
+            return True
 
     @property
     def logit_scale(self) -> float:
@@ -336,7 +349,7 @@ def _load_model(
             return loader.from_pretrained(
                 directory, dtype=dtype, trust_remote_code=trust_remote_code
             )
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError) as error:
+    except REFUSALS as error:
         raise ValueError(refusal(directory.name, "the weights were refused", error)) from error
 
 
