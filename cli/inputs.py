@@ -1,10 +1,16 @@
-"""What several verbs read: prompts from files and built-in sources, and the target itself."""
+"""What the verbs read: prompts from files and built-in sources, the target, drafters."""
+
+from pathlib import Path
 
 from ..data.prompts import Prompt, read_prompts
 from ..data.stdlib import Split
+from ..dflash.draft import DFlashDraft
+from ..eval.decode import Drafter, NetworkDrafter
+from ..eval.ngram import NgramDrafter
 from ..target.model import Target
 from ..train.material import BUILT_IN, DTYPES, built_in_prompts
 
+NGRAM = "ngram"  # the drafter that copies from the text so far; it has no directory
 SEED = 0  # of the built-in sources: the split of a recipe with the same seed
 
 
@@ -22,3 +28,21 @@ def read_sources(sources: list[str], split: Split, limit: int | None) -> list[Pr
 def load_target(path: str, dtype: str) -> Target:
     """The target in float32 or bfloat16."""
     return Target.load(path, dtype=DTYPES[dtype])
+
+
+def load_drafter(path: str, target: Target, num_draft_tokens: int) -> Drafter:
+    """The drafter of a directory, or n-gram lookup with `num_draft_tokens` proposals."""
+    if path == NGRAM:
+        return NgramDrafter(num_draft_tokens)
+    draft = DFlashDraft.load(path, dtype=target.dtype, device=str(target.device))
+    return NetworkDrafter(draft, target)
+
+
+def drafter_name(path: str) -> str:
+    """What reports call a drafter: never the path on this machine."""
+    return path if path == NGRAM else Path(path).resolve().name
+
+
+def algorithm_of(path: str) -> str:
+    """The report's `algorithm`."""
+    return NGRAM if path == NGRAM else "dflash"

@@ -179,3 +179,61 @@ def regenerate(
         seed=seed,
     )
     show.record(summary, as_json=as_json)
+
+
+@app.command(
+    "eval", epilog="Example: `spec eval -t ./model -d runs/a/draft -p code.jsonl -o report`"
+)
+def evaluate(
+    target: TargetOption,
+    draft: Annotated[
+        list[str],
+        typer.Option(
+            "--draft",
+            "-d",
+            help="Drafter directory, or ngram. Repeated: the report is the first one's, the others "
+            "are set beside it.",
+        ),
+    ],
+    prompts: PromptsOption,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory of the report.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Proposals of ngram.")] = 7,
+    limit: LimitOption = None,
+    dtype: DtypeOption = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a drafter's acceptance length against plain decoding.
+
+    A built-in source of prompts gives its held-out part. Groups are the prompts' tags, or the
+    files' names.
+    """
+    from ..eval.render import markdown
+    from ..eval.report import Baseline, write_report
+    from ..eval.report import evaluate as run
+    from .inputs import algorithm_of, drafter_name, load_drafter, load_target, read_sources
+
+    asked = read_sources(prompts, "heldout", limit)
+    loaded = load_target(target, dtype)
+    baseline: Baseline = {}
+    drafters = [load_drafter(path, loaded, num_draft_tokens) for path in draft]
+    reports = [
+        run(
+            loaded,
+            drafter,
+            asked,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            draft_name=drafter_name(path),
+            algorithm=algorithm_of(path),
+            baseline=baseline,
+        )
+        for path, drafter in zip(draft, drafters, strict=True)
+    ]
+    written = write_report(reports[0], out, comparisons=reports[1:])
+    if as_json:
+        print(written.read_text(), end="")
+        return
+    print(markdown({**reports[0], "comparisons": reports[1:]} if reports[1:] else reports[0]))
+    print(f"wrote {written.parent}")

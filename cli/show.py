@@ -18,7 +18,7 @@ def one_line(error: Exception) -> str:
 
 def record(value: Any, *, as_json: bool) -> None:
     """Print a dataclass or a dict: a line a field, or one JSON object."""
-    fields = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else dict(value)  # pyright: ignore
+    fields: dict[str, Any] = value if isinstance(value, dict) else dataclasses.asdict(value)
     if as_json:
         print(json.dumps(fields, indent=2, default=str))
         return
@@ -34,7 +34,7 @@ def text(content: Any) -> str:
     if isinstance(content, bool):
         return "yes" if content else "no"
     if isinstance(content, float):
-        return f"{content:.4g}"
+        return f"{content:,.0f}" if content.is_integer() else f"{content:.4g}"
     if isinstance(content, int) and abs(content) >= 10_000:
         return f"{content:,}"
     if isinstance(content, list | tuple):
