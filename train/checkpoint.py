@@ -1,8 +1,9 @@
 """Checkpoints: complete or absent, never half.
 
-`checkpoints/step-00000120/` holds `masters.safetensors` (float32), `optimizer.safetensors` and `state.json`. It is written under another
-name and renamed once everything is on disk, so a directory with that name can be trusted after kill -9. There is no random state to keep:
-order and anchors are functions of (seed, epoch, sequence), see data/loader.py.
+`checkpoints/step-00000120/` holds `masters.safetensors` (float32), `optimizer.safetensors` and
+`state.json`. It is written under another name and renamed once everything is on disk, so a
+directory with that name can be trusted after kill -9. There is no random state to keep: order and
+anchors are functions of (seed, epoch, sequence), see data/loader.py.
 """
 
 import json
@@ -34,17 +35,27 @@ class TrainState:
 
 
 def save_checkpoint(
-    folder: Path, state: TrainState, masters: Masters, optimizers: list[torch.optim.Optimizer], *, keep: int
+    folder: Path,
+    state: TrainState,
+    masters: Masters,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    keep: int,
 ) -> Path:
     """Write `folder/step-N` atomically and drop all but the newest `keep`."""
     final = folder / f"step-{state.step:08d}"
     scratch = folder / f".{final.name}.tmp"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    save_file({name: value.cpu().contiguous() for name, value in masters.state_dict().items()}, scratch / "masters.safetensors")
+    save_file(
+        {name: value.cpu().contiguous() for name, value in masters.state_dict().items()},
+        scratch / "masters.safetensors",
+    )
     tensors, scalars = _flatten(optimizers)
     save_file(tensors, scratch / "optimizer.safetensors")
-    (scratch / "state.json").write_text(json.dumps({"state": asdict(state), "optimizers": scalars}, indent=1))
+    (scratch / "state.json").write_text(
+        json.dumps({"state": asdict(state), "optimizers": scalars}, indent=1)
+    )
     for path in scratch.iterdir():
         _sync(path)
     if final.exists():
@@ -56,16 +67,26 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(path: Path, masters: Masters, optimizers: list[torch.optim.Optimizer]) -> TrainState:
-    """Restore weights, optimizers and state. ValueError when the checkpoint belongs to another drafter."""
+def load_checkpoint(
+    path: Path, masters: Masters, optimizers: list[torch.optim.Optimizer]
+) -> TrainState:
+    """Restore weights, optimizers and state.
+
+    ValueError when the checkpoint belongs to another drafter.
+    """
     stored = json.loads((path / "state.json").read_text())
     tensors = _read(path / "masters.safetensors")
     shapes = {name: tuple(value.shape) for name, value in masters.state_dict().items()}
     if {name: tuple(value.shape) for name, value in tensors.items()} != shapes:
-        raise ValueError(f"{path} holds another drafter than the recipe describes; use a new `out` or --no-resume")
+        raise ValueError(
+            f"{path} holds another drafter than the recipe describes; use a new `out` or "
+            "--no-resume"
+        )
     masters.load_state_dict(tensors)
     moments = _read(path / "optimizer.safetensors")
-    for index, (optimizer, scalars) in enumerate(zip(optimizers, stored["optimizers"], strict=True)):
+    for index, (optimizer, scalars) in enumerate(
+        zip(optimizers, stored["optimizers"], strict=True)
+    ):
         state = optimizer.state_dict()
         state["state"] = {
             int(parameter): {
@@ -87,7 +108,9 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def _flatten(optimizers: list[torch.optim.Optimizer]) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
+def _flatten(
+    optimizers: list[torch.optim.Optimizer],
+) -> tuple[dict[str, Tensor], list[dict[str, dict[str, Any]]]]:
     """Optimizer states as named tensors, and what is not a tensor as JSON."""
     tensors: dict[str, Tensor] = {}
     scalars: list[dict[str, dict[str, Any]]] = []

@@ -1,4 +1,7 @@
-"""The drafter a run starts from: shaped by the recipe and the target, random, copied from target layers, or a warm start."""
+"""The drafter a run starts from.
+
+Shaped by the recipe and the target, random, copied from target layers, or a warm start.
+"""
 
 import torch
 
@@ -14,12 +17,19 @@ INIT_STD = 0.02
 
 
 def make_config(section: DraftSection, target: Target) -> DFlashConfig:
-    """The drafter's config. What the recipe leaves out follows the target; its RoPE theta is kept, its scaling is not."""
+    """The drafter's config.
+
+    What the recipe leaves out follows the target; its RoPE theta is kept, its scaling is not.
+    """
     text = target.config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or target.hidden_size // heads
     ids = section.target_layer_ids
-    layer_ids = tuple(ids) if ids is not None else default_layer_ids(target.num_layers, section.num_features)
+    layer_ids = (
+        tuple(ids)
+        if ids is not None
+        else default_layer_ids(target.num_layers, section.num_features)
+    )
     check_layer_ids(layer_ids, target.num_layers)
     mask = section.mask_token_id
     return DFlashConfig(
@@ -33,7 +43,9 @@ def make_config(section: DraftSection, target: Target) -> DFlashConfig:
         block_size=section.block_size,
         target_layer_ids=layer_ids,
         num_target_layers=target.num_layers,
-        mask_token_id=suggest_mask_token(target.require_tokenizer(), target.vocab_size) if mask is None else mask,
+        mask_token_id=suggest_mask_token(target.require_tokenizer(), target.vocab_size)
+        if mask is None
+        else mask,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta(text)},
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=text.max_position_embeddings,
@@ -66,5 +78,8 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
     if section.init == "target":
         last = [dict(layer.state_dict()) for layer in target.layers][-config.num_hidden_layers :]
         if not copy_layers(draft, last):
-            raise ValueError(f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use init=random")
+            raise ValueError(
+                f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use "
+                "init=random"
+            )
     return draft.to(target.device)

@@ -16,12 +16,19 @@ def launched() -> bool:
 
 
 def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
-    """Run `recipe.train.processes` workers on this machine and wait; SIGTERM and SIGINT are passed on.
+    """Run `recipe.train.processes` workers on this machine and wait; SIGTERM and SIGINT are passed
+    on.
 
     Raises ValueError (the workers have said why) when one of them failed.
     """
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(recipe.train.processes)),
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(recipe.train.processes),
+        ),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
         *("-m", "spec.train.worker", str(recipe_file)),
         *([] if resume else ["--no-resume"]),

@@ -1,7 +1,8 @@
 """The training loop: evaluate, save, stop, step, log, always in that order.
 
-`train(recipe)` is the whole run; `train_step` is one update and knows nothing of files. A step divides by the sum of loss weights over all
-its samples, ranks and accumulation passes, so that how samples were split never shows in the update.
+`train(recipe)` is the whole run; `train_step` is one update and knows nothing of files. A step
+divides by the sum of loss weights over all its samples, ranks and accumulation passes, so that how
+samples were split never shows in the update.
 """
 
 import signal
@@ -88,11 +89,11 @@ def train(recipe: Recipe, *, resume: bool = True) -> Path:
     Raises ValueError for anything the user has to mend.
     """
     processes = None
-    if not launched() and recipe.train.processes == 1:
+    if launched() or recipe.train.processes == 1:
         processes = PartialState(cpu=recipe.train.device == "cpu")
-    elif launched():
-        processes = PartialState(cpu=recipe.train.device == "cpu")
-    out, newest = open_out(recipe, resume=resume, main=processes is not None and processes.is_main_process)
+    out, newest = open_out(
+        recipe, resume=resume, main=processes is not None and processes.is_main_process
+    )
     if processes is None:
         launch(recipe, out / "recipe.yaml", resume=resume)
         return out
@@ -103,7 +104,9 @@ def train(recipe: Recipe, *, resume: bool = True) -> Path:
     run = make_run(recipe, target, draft, material)
     if newest is not None:
         run.state = load_checkpoint(newest, run.masters, run.optimizers)
-    progress = Progress(recipe, out, resumed_at=run.state.step) if processes.is_main_process else None
+    progress = (
+        Progress(recipe, out, resumed_at=run.state.step) if processes.is_main_process else None
+    )
     if progress is not None:
         progress.say(describe(run, material))
     with stop_on_signal(run):
@@ -117,7 +120,12 @@ def train(recipe: Recipe, *, resume: bool = True) -> Path:
 
 
 def _loop(
-    run: Run, target: Target, material: Material, out: Path, processes: PartialState, progress: Progress | None
+    run: Run,
+    target: Target,
+    material: Material,
+    out: Path,
+    processes: PartialState,
+    progress: Progress | None,
 ) -> bool:
     """True when the run came to its end, False when it was asked to stop."""
     section, state = run.recipe.train, run.state
@@ -125,26 +133,50 @@ def _loop(
     evaluated = saved = state.step
     skipped_in_a_row, stop = 0, False
     while True:
-        if state.step % section.eval_every == 0 and (state.step > evaluated) or run.finished:
-            tau = measure(run.draft, target, material.heldout[: run.recipe.eval.prompts], run.recipe.eval, processes)
+        if (state.step % section.eval_every == 0 and state.step > evaluated) or run.finished:
+            tau = measure(
+                run.draft,
+                target,
+                material.heldout[: run.recipe.eval.prompts],
+                run.recipe.eval,
+                processes,
+            )
             evaluated = state.step
-            keep_best(run.draft, state, tau.acceptance_length, run.recipe, out, target, main=processes.is_main_process)
+            keep_best(
+                run.draft,
+                state,
+                tau.acceptance_length,
+                run.recipe,
+                out,
+                target,
+                main=processes.is_main_process,
+            )
             if progress is not None:
-                progress.record({"step": state.step, "seconds": round(state.seconds, 2), **tau.to_json()})
+                progress.record(
+                    {"step": state.step, "seconds": round(state.seconds, 2), **tau.to_json()}
+                )
                 progress.say(f"step {state.step}: held-out acceptance length {tau.text()}")
         if (state.step % section.save_every == 0 or run.finished or stop) and state.step > saved:
             if processes.is_main_process:
-                save_checkpoint(out / "checkpoints", state, run.masters, run.optimizers, keep=section.keep)
+                save_checkpoint(
+                    out / "checkpoints", state, run.masters, run.optimizers, keep=section.keep
+                )
             processes.wait_for_everyone()
             saved = state.step
         if run.finished or stop:
             return run.finished
-        began, lr = time.monotonic(), lr_scale(run.progress, schedule=section.schedule, warmup=section.warmup)
+        began, lr = (
+            time.monotonic(),
+            lr_scale(run.progress, schedule=section.schedule, warmup=section.warmup),
+        )
         result = train_step(run, lr, processes, elapsed=time.monotonic() - start)
         state.step, state.seconds, stop = state.step + 1, result.seconds, result.stop
         skipped_in_a_row = 0 if result.applied else skipped_in_a_row + 1
         if skipped_in_a_row >= MAX_SKIPPED:
-            raise ValueError(f"{MAX_SKIPPED} steps in a row had no finite gradient or no label; lower train.lr or look at the data")
+            raise ValueError(
+                f"{MAX_SKIPPED} steps in a row had no finite gradient or no label; lower train.lr "
+                "or look at the data"
+            )
         if progress is not None and state.step % section.log_every == 0:
             _log(progress, run, result, lr, time.monotonic() - began)
 
@@ -152,14 +184,19 @@ def _loop(
 def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: float) -> StepResult:
     """One update from this step's samples, this rank's share of them computed here.
 
-    `scale` multiplies the peak learning rates; `elapsed` is this rank's training time, shared so that all ranks agree on it.
+    `scale` multiplies the peak learning rates; `elapsed` is this rank's training time, shared so
+    that all ranks agree on it.
     """
     section, state = run.recipe.train, run.state
     began = time.monotonic()
     run.masters.flat_grad.zero_()
-    totals = torch.zeros(6, dtype=torch.float64)  # weight, loss, blocks, accepted, tokens, skipped slots
+    totals = torch.zeros(
+        6, dtype=torch.float64
+    )  # weight, loss, blocks, accepted, tokens, skipped slots
     first = state.step * section.batch_size
-    for number in range(first + processes.process_index, first + section.batch_size, processes.num_processes):
+    for number in range(
+        first + processes.process_index, first + section.batch_size, processes.num_processes
+    ):
         sample = run.samples[number]
         out = sequence_loss(
             run.draft,
@@ -172,9 +209,17 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
         if out.num_slots > 0:
             out.loss.backward()
             run.masters.accumulate()
-        counts = (out.weight, out.loss.detach(), out.num_blocks, out.num_accepted, len(sample.sequence.input_ids))
+        counts = (
+            out.weight,
+            out.loss.detach(),
+            out.num_blocks,
+            out.num_accepted,
+            len(sample.sequence.input_ids),
+        )
         totals[:5] += torch.tensor([float(value) for value in counts], dtype=torch.float64)
-    shared = torch.tensor([elapsed + time.monotonic() - began, float(run.stopping)], dtype=torch.float64)
+    shared = torch.tensor(
+        [elapsed + time.monotonic() - began, float(run.stopping)], dtype=torch.float64
+    )
     totals = _sum(torch.cat([totals, shared]), processes)
     weight, loss, blocks, accepted, tokens = totals[:5].tolist()
     run.masters.flat_grad.copy_(_sum(run.masters.flat_grad, processes))
@@ -216,7 +261,10 @@ def _sum(tensor: Tensor, processes: PartialState) -> Tensor:
 
 
 def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Material) -> Run:
-    """Everything a step needs; checks the mask token against the data and, for soft labels, the teacher."""
+    """Everything a step needs.
+
+    Checks the mask token against the data and, for soft labels, the teacher.
+    """
     section, dtype = recipe.train, DTYPES[recipe.train.dtype]
     check_mask_token(draft.config.mask_token_id, target, material)
     soft = recipe.loss.labels == "soft"
@@ -256,12 +304,22 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
 def check_mask_token(mask: int, target: Target, material: Material) -> None:
     """Convention 8: a row of the embedding that means nothing else."""
     tokenizer = target.tokenizer
-    reserved = {*target.stop_token_ids, getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "bos_token_id", None)}
+    reserved = {
+        *target.stop_token_ids,
+        getattr(tokenizer, "pad_token_id", None),
+        getattr(tokenizer, "bos_token_id", None),
+    }
     if mask in reserved:
-        raise ValueError(f"mask token {mask} is the target's pad, bos or a stop token; `spec inspect` lists free ones")
+        raise ValueError(
+            f"mask token {mask} is the target's pad, bos or a stop token; `spec inspect` lists "
+            "free ones"
+        )
     user = next((row.id for row in material.rows if mask in row.input_ids), None)
     if user is not None:
-        raise ValueError(f"mask token {mask} occurs in the data (row {user}); set draft.mask_token_id to a free one")
+        raise ValueError(
+            f"mask token {mask} occurs in the data (row {user}); set draft.mask_token_id to a "
+            "free one"
+        )
 
 
 def describe(run: Run, material: Material) -> str:
@@ -272,10 +330,13 @@ def describe(run: Run, material: Material) -> str:
     parameters = sum(p.numel() for p in run.draft.parameters())
     cut = f", {run.samples.num_cut} cut at seq_length" if run.samples.num_cut else ""
     return (
-        f"drafter: {parameters / 1e6:.1f} M parameters, {config.num_hidden_layers} layers, block {config.block_size}, "
+        f"drafter: {parameters / 1e6:.1f} M parameters, {config.num_hidden_layers} layers, block "
+        f"{config.block_size}, "
         f"target layers {list(config.target_layer_ids)}, mask token {config.mask_token_id}\n"
-        f"data: {len(material.rows)} rows, {supervised} supervised tokens, {len(run.samples.packs)} packed sequences{cut}\n"
-        f"run: {length}, {section.batch_size} sequences of {section.seq_length} tokens and {section.num_anchors} anchors a step, "
+        f"data: {len(material.rows)} rows, {supervised} supervised tokens, "
+        f"{len(run.samples.packs)} packed sequences{cut}\n"
+        f"run: {length}, {section.batch_size} sequences of {section.seq_length} tokens and "
+        f"{section.num_anchors} anchors a step, "
         f"{section.optimizer}, from step {run.state.step}"
     )
 

@@ -1,4 +1,7 @@
-"""What a run trains on: the target, the rows, the held-out prompts; made once under `out` and found again on resume."""
+"""What a run trains on.
+
+The target, the rows, the held-out prompts; made once under `out` and found again on resume.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,7 +24,9 @@ from ..target.tiny import make_tiny_target, tiny_prompts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILT_IN = ("stdlib", "tiny")
-TINY_PROMPTS = 4000  # the grammar never ends; a training split of this size is plenty for a tiny drafter
+TINY_PROMPTS = (
+    4000  # the grammar never ends; a training split of this size is plenty for a tiny drafter
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,10 @@ class Material:
 
 
 def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
-    """Load the target; a tiny one is trained and a packaged GGUF converted under `out/target`, by the main process."""
+    """Load the target.
+
+    A tiny one is trained and a packaged GGUF converted under `out/target`, by the main process.
+    """
     section = recipe.target
     own = out / "target"
     if state.is_main_process and not (own / "config.json").exists():
@@ -52,7 +60,10 @@ def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
 
 
 def _reachable(path: str | None) -> bool:
-    """Whether the named target is here: a local path, or a hub id whose config is cached or can be fetched."""
+    """Whether the named target is here.
+
+    A local path, or a hub id whose config is cached or can be fetched.
+    """
     if path is None:
         return False
     if Path(path).exists():
@@ -70,13 +81,21 @@ def _reachable(path: str | None) -> bool:
 def gather_material(
     recipe: Recipe, out: Path, target: Target, layer_ids: tuple[int, ...], state: PartialState
 ) -> Material:
-    """Rows of every source: prompts answered (each process its share), conversations encoded, rows read."""
+    """Rows of every source.
+
+    Prompts answered (each process its share), conversations encoded, rows read.
+    """
     data, folder = recipe.data, out / "data"
     files = [Path(name) for name in data.rows]
     if data.conversations:
         encoded = folder / "conversations.jsonl"
         if state.is_main_process and not encoded.exists():
-            prepare(target.path, [Path(name) for name in data.conversations], encoded, max_length=data.max_length)
+            prepare(
+                target.path,
+                [Path(name) for name in data.conversations],
+                encoded,
+                max_length=data.max_length,
+            )
         state.wait_for_everyone()
         files.append(encoded)
     prompts = _prompts(recipe, "train")
@@ -85,18 +104,32 @@ def gather_material(
         files += sorted(folder.glob("answers-*.jsonl"))
     rows = [row for path in files for row in read_rows(path, target.vocab_size).rows]
     # One order whatever the processes' shares and speeds were.
-    rows = sorted((row for row in rows if len(row.input_ids) <= data.max_length), key=lambda row: row.id)
+    rows = sorted(
+        (row for row in rows if len(row.input_ids) <= data.max_length), key=lambda row: row.id
+    )
     if not any(row.num_supervised > 1 for row in rows):
-        raise ValueError("no row has two tokens in a row that the target generated: there is nothing to learn from")
+        raise ValueError(
+            "no row has two tokens in a row that the target generated: there is nothing to learn "
+            "from"
+        )
     return Material(rows, _heldout(recipe, target), CacheReader(folder / "features"))
 
 
 def _answer(
-    recipe: Recipe, out: Path, target: Target, prompts: list[Prompt], layer_ids: tuple[int, ...], state: PartialState
+    recipe: Recipe,
+    out: Path,
+    target: Target,
+    prompts: list[Prompt],
+    layer_ids: tuple[int, ...],
+    state: PartialState,
 ) -> None:
-    """Let the target answer this process's share of the prompts, keeping features where the recipe wants them."""
+    """Let the target answer this process's share of the prompts, keeping features where the recipe
+    wants them.
+    """
     data, folder = recipe.data, out / "data"
-    done = folder / "answers.done"  # a stop between answering and training must not answer for another `minutes`
+    done = (
+        folder / "answers.done"
+    )  # a stop between answering and training must not answer for another `minutes`
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +140,14 @@ def _answer(
         width = len(layer_ids) * target.hidden_size
         size = estimate_bytes(tokens, width, target.hidden_size, data.cache_dtype, soft=soft)
         if state.is_main_process:
-            print(f"feature cache: at most {size / 1e9:.2f} GB for {len(prompts)} prompts", flush=True)
+            print(
+                f"feature cache: at most {size / 1e9:.2f} GB for {len(prompts)} prompts", flush=True
+            )
             if data.minutes is None:
                 check_disk(folder, size)
-        writer = CacheWriter(folder / "features", f"features-{state.process_index}", data.cache_dtype)
+        writer = CacheWriter(
+            folder / "features", f"features-{state.process_index}", data.cache_dtype
+        )
     regenerate(
         target,
         prompts[state.process_index :: state.num_processes],
@@ -122,7 +159,9 @@ def _answer(
         deadline_seconds=None if data.minutes is None else data.minutes * 60,
         layer_ids=layer_ids if writer else None,
         expected=soft,
-        on_features=None if writer is None else lambda row, context, rows: writer.add(row.id, context, rows),
+        on_features=None
+        if writer is None
+        else lambda row, context, rows: writer.add(row.id, context, rows),
         progress=None if state.is_main_process else lambda line: None,
     )
     if writer is not None:
@@ -137,12 +176,21 @@ def _prompts(recipe: Recipe, split: Split) -> list[Prompt]:
     data = recipe.data
     prompts: list[Prompt] = []
     for source in data.prompts:
-        prompts += built_in_prompts(source, split, recipe.train.seed) if source in BUILT_IN else read_prompts(source)
+        prompts += (
+            built_in_prompts(source, split, recipe.train.seed)
+            if source in BUILT_IN
+            else read_prompts(source)
+        )
     return prompts[: data.max_prompts]
 
 
-def built_in_prompts(source: str, split: Split, seed: int, limit: int = TINY_PROMPTS) -> list[Prompt]:
-    """`stdlib`: functions of the standard library; `tiny`: requests of the tiny target's grammar."""
+def built_in_prompts(
+    source: str, split: Split, seed: int, limit: int = TINY_PROMPTS
+) -> list[Prompt]:
+    """`stdlib`.
+
+    Functions of the standard library; `tiny`: requests of the tiny target's grammar.
+    """
     if source == "stdlib":
         return stdlib_prompts(split, seed=seed)
     messages = tiny_prompts(split, seed=seed, limit=limit)
@@ -155,9 +203,14 @@ def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
     prompts = [prompt for name in data.heldout for prompt in read_prompts(name)]
     if not data.heldout:
         for source in (name for name in data.prompts if name in BUILT_IN):
-            prompts += built_in_prompts(source, "heldout", recipe.train.seed, recipe.eval.final_prompts)
+            prompts += built_in_prompts(
+                source, "heldout", recipe.train.seed, recipe.eval.final_prompts
+            )
     if not prompts:
-        raise ValueError("no held-out prompts: name files under data.heldout (training prompts must not be measured on)")
+        raise ValueError(
+            "no held-out prompts: name files under data.heldout (training prompts must not be "
+            "measured on)"
+        )
     order = torch.randperm(len(prompts), generator=seeded("heldout", recipe.train.seed)).tolist()
     tokenizer = target.require_tokenizer()
     limit = recipe.data.max_length
@@ -166,7 +219,10 @@ def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
 
 
 def target_revision(target: Target) -> str:
-    """Tells checkpoints of one name apart: a hash of the config and of every weight file's name, size and header."""
+    """Tells checkpoints of one name apart.
+
+    A hash of the config and of every weight file's name, size and header.
+    """
     digest = hashlib.sha256()
     for path in sorted([target.path / "config.json", *target.path.glob("*.safetensors")]):
         if path.is_file():

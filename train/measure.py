@@ -1,4 +1,4 @@
-"""Held-out acceptance length during training, and the best drafter kept in the files engines read."""
+"""Held-out acceptance length during training; the best drafter kept as engines read it."""
 
 import json
 import platform
@@ -32,18 +32,31 @@ class Measured:
     ci95: tuple[float, float]
 
     def to_json(self) -> dict[str, Any]:
-        return {"acceptance_length": self.acceptance_length, "acceptance_length_ci95": list(self.ci95)}
+        return {
+            "acceptance_length": self.acceptance_length,
+            "acceptance_length_ci95": list(self.ci95),
+        }
 
     def text(self) -> str:
         return f"{self.acceptance_length:.3f} [{self.ci95[0]:.2f}, {self.ci95[1]:.2f}]"
 
 
 def measure(
-    draft: DFlashDraft, target: Target, prompts: Sequence[Prompt], section: EvalSection, processes: PartialState
+    draft: DFlashDraft,
+    target: Target,
+    prompts: Sequence[Prompt],
+    section: EvalSection,
+    processes: PartialState,
 ) -> Measured:
-    """Decode held-out prompts speculatively, each process its share; the rounds of all are counted together."""
+    """Decode held-out prompts speculatively, each process its share.
+
+    The rounds of all are counted together.
+    """
     tokenizer = target.require_tokenizer()
-    mine = [encode_prompt(p, tokenizer) for p in prompts[processes.process_index :: processes.num_processes]]
+    mine = [
+        encode_prompt(p, tokenizer)
+        for p in prompts[processes.process_index :: processes.num_processes]
+    ]
     draft.eval()
     decoded = speculate(
         target,
@@ -57,12 +70,20 @@ def measure(
     if processes.num_processes > 1:
         rounds = gather_object(rounds)
     result = measure_rounds(rounds, draft.config.num_draft_tokens)
-    # An answer of a single token has no round; a drafter cannot help there, which is an acceptance length of 1.
+    # An answer of a single token has no round; a drafter cannot help there, which is an acceptance
+    # length of 1.
     return Measured(result.acceptance_length or 1.0, result.acceptance_length_ci95 or (1.0, 1.0))
 
 
 def keep_best(
-    draft: DFlashDraft, state: TrainState, tau: float, recipe: Recipe, out: Path, target: Target, *, main: bool
+    draft: DFlashDraft,
+    state: TrainState,
+    tau: float,
+    recipe: Recipe,
+    out: Path,
+    target: Target,
+    *,
+    main: bool,
 ) -> None:
     """Write `out/draft` when the drafter is the best so far."""
     state.last_acceptance = tau

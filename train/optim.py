@@ -1,7 +1,8 @@
 """Optimizers over float32 masters, whatever the drafter computes in.
 
-All master gradients live in one flat float32 buffer: accumulation adds into it, one all-reduce carries it, one norm clips it.
-With bf16 compute the network holds bf16 copies that are refreshed after each update; nothing is cast anywhere else.
+All master gradients live in one flat float32 buffer: accumulation adds into it, one all-reduce
+carries it, one norm clips it. With bf16 compute the network holds bf16 copies that are refreshed
+after each update; nothing is cast anywhere else.
 """
 
 import math
@@ -45,10 +46,12 @@ class Masters:
     def refresh(self) -> None:
         """Bring the module's compute copies up to date with the masters."""
         if not self.shared:
-            torch._foreach_copy_(self.params, self.masters)
+            torch._foreach_copy_(self.params, self.masters)  # pyright: ignore
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: master.detach() for name, master in zip(self.names, self.masters, strict=True)}
+        return {
+            name: master.detach() for name, master in zip(self.names, self.masters, strict=True)
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -85,7 +88,10 @@ def make_optimizers(
 
 
 def lr_scale(progress: float, *, schedule: Literal["cosine", "constant"], warmup: float) -> float:
-    """Share of the peak rate at `progress` in [0, 1] of the run: linear warm-up, then cosine to 0 or constant."""
+    """Share of the peak rate at `progress` in [0, 1] of the run.
+
+    Linear warm-up, then cosine to 0 or constant.
+    """
     if progress < warmup:
         return progress / warmup
     if schedule == "constant":

@@ -9,8 +9,17 @@ from ..data.jsonl import atomic_file
 from ..recipes.schema import Recipe
 from .checkpoint import checkpoints
 
-# Keys that may differ between a run and its continuation: they change what is said or kept, not what is learned.
-FREE_KEYS = {"train.log_every", "train.eval_every", "train.save_every", "train.keep", "train.processes", "wandb", "out"}
+# Keys that may differ between a run and its continuation: they change what is said or kept, not
+# what is learned.
+FREE_KEYS = {
+    "train.log_every",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep",
+    "train.processes",
+    "wandb",
+    "out",
+}
 FREE_PREFIXES = ("eval.", "wandb.")
 MADE_BY_TRAINING = ("checkpoints", "draft", "report", "metrics.jsonl")
 
@@ -18,8 +27,8 @@ MADE_BY_TRAINING = ("checkpoints", "draft", "report", "metrics.jsonl")
 def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | None]:
     """The `out` directory and the newest checkpoint in it, None for a fresh start.
 
-    With resume=False an earlier run's training is removed; its target and data stay, if they were made the same way.
-    Raises ValueError when the directory holds a run of another recipe.
+    With resume=False an earlier run's training is removed; its target and data stay, if they were
+    made the same way. Raises ValueError when the directory holds a run of another recipe.
     """
     out = Path(recipe.out)
     saved = out / "recipe.yaml"
@@ -41,7 +50,11 @@ def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | 
 
 def _check_same(recipe: Recipe, saved: Path, *, resume: bool) -> None:
     old, new = _flat(yaml.safe_load(saved.read_text())), _flat(yaml.safe_load(recipe.to_yaml()))
-    watched = [key for key in sorted({*old, *new}) if key not in FREE_KEYS and not key.startswith(FREE_PREFIXES)]
+    watched = [
+        key
+        for key in sorted({*old, *new})
+        if key not in FREE_KEYS and not key.startswith(FREE_PREFIXES)
+    ]
     if not resume:
         # The training starts over; only what the rows were made with has to agree.
         watched = [key for key in watched if key.startswith(("target.", "data."))]

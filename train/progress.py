@@ -10,7 +10,10 @@ from ..recipes.schema import Recipe
 
 
 class Progress:
-    """Only the main process makes one. Numbers go to the file at once; the line is rewritten on a terminal."""
+    """Only the main process makes one.
+
+    Numbers go to the file at once; the line is rewritten on a terminal.
+    """
 
     def __init__(self, recipe: Recipe, out: Path, *, resumed_at: int) -> None:
         self._path = out / "metrics.jsonl"
@@ -27,8 +30,13 @@ class Progress:
         if self._wandb is not None:
             self._wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
-    def line(self, values: dict[str, Any], *, seconds_left: float, last_acceptance: float | None) -> None:
-        """`step 120 | loss 2.31 | ... | 3m12s left`: every ten seconds, or at once on a terminal."""
+    def line(
+        self, values: dict[str, Any], *, seconds_left: float, last_acceptance: float | None
+    ) -> None:
+        """`step 120 | loss 2.31 | ...
+
+        | 3m12s left`: every ten seconds, or at once on a terminal.
+        """
         now = time.monotonic()
         if not self._terminal and now - self._printed < 10:
             return
@@ -36,10 +44,16 @@ class Progress:
         tau = "not measured yet" if last_acceptance is None else f"{last_acceptance:.2f}"
         text = (
             f"step {values['step']} | loss {values['loss']:.3f} | lr {values['lr']:.1e} | "
-            f"{values['tokens_per_second']:,.0f} tokens/s | train acceptance {values['train_acceptance']:.2f} | "
+            f"{values['tokens_per_second']:,.0f} tokens/s | train acceptance "
+            f"{values['train_acceptance']:.2f} | "
             f"held-out acceptance {tau} | {duration(seconds_left)} left"
         )
-        print(f"\r{text}\x1b[K" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{text}\x1b[K" if self._terminal else text,
+            end="" if self._terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -55,7 +69,9 @@ def duration(seconds: float) -> str:
     """75 -> 1m15s."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    return (
+        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    )
 
 
 def _truncate(path: Path, step: int) -> None:
@@ -81,7 +97,9 @@ def _start_wandb(recipe: Recipe, out: Path) -> Any:
     try:
         import wandb
     except ImportError:
-        raise ValueError("the recipe asks for wandb, which is not installed: pip install 'spec-toolkit[wandb]'") from None
+        raise ValueError(
+            "the recipe asks for wandb, which is not installed: pip install 'spec-toolkit[wandb]'"
+        ) from None
     return wandb.init(
         project=recipe.wandb.project,
         name=recipe.wandb.name,

@@ -1,7 +1,8 @@
 """From a packed list of rows to tensors a drafter trains on.
 
-Sample i of a run is a function of (seed, i) alone: epoch and place give the packed sequence, and its anchors are drawn with a generator
-seeded by both. So a resumed run, or one with another number of processes, sees exactly the samples of the undisturbed one.
+Sample i of a run is a function of (seed, i) alone: epoch and place give the packed sequence, and
+its anchors are drawn with a generator seeded by both. So a resumed run, or one with another number
+of processes, sees exactly the samples of the undisturbed one.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,9 @@ class Samples:
         useful = [i for i, row in enumerate(rows) if row.num_supervised > 1]
         shuffled = [useful[i] for i in order(len(useful), seed, epoch=-1)]
         self.packs = pack(rows, seq_length, row_order=shuffled)
-        self.num_cut = sum(document.num_cut > 0 for packed in self.packs for document in packed.documents)
+        self.num_cut = sum(
+            document.num_cut > 0 for packed in self.packs for document in packed.documents
+        )
         self._head = target_head(target)
         self._epoch, self._order = -1, list[int]()
 
@@ -59,7 +62,8 @@ class Samples:
         packed = self.packs[index]
         batch = collate(packed, self._rows)
         features = [
-            self._features(self._rows[document.row], document.length) for document in packed.documents
+            self._features(self._rows[document.row], document.length)
+            for document in packed.documents
         ]
         device = self._target.device
         anchors = sample_anchors(
@@ -96,7 +100,10 @@ class Samples:
 
 
 def target_head(target: Target, dtype: torch.dtype | None = None) -> Head:
-    """The target's output head in the drafter's compute dtype; shared, not copied, where it is the target's own."""
+    """The target's output head in the drafter's compute dtype.
+
+    Shared, not copied, where it is the target's own.
+    """
     bias = target.head_bias
     return Head(
         target.head.to(dtype or target.dtype),

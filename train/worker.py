@@ -1,4 +1,7 @@
-"""One process of a multi-process run: `python -m spec.train.worker RECIPE.yaml [--no-resume]`, started by launch.py."""
+"""One process of a multi-process run.
+
+`python -m spec.train.worker RECIPE.yaml [--no-resume]`, started by launch.py.
+"""
 
 import os
 import sys
