@@ -1,10 +1,13 @@
-"""Time of one training step: forward, loss and backward of one sequence, at the shape of SmolLM2-135M.
+"""Time of one training step: forward, loss and backward of one sequence, at the shape of
+SmolLM2-135M.
 
-    python benchmarks/train_step.py --algo dflash --seq 1024 --anchors 64 --block 8 --dtype bf16 --json out.json
+    python benchmarks/train_step.py --algo dflash --seq 1024 --anchors 64 --block 8 --dtype bf16
+    --json out.json
 
-Prints and writes: `seconds` (CPU time, median of five after a warm-up), `peak_memory_mb` above the loaded model,
-`flops` (useful ones: no recomputation, attention only over what each block may see), `matrix_rate_gflops` of this machine in
-the same run and dtype, and `matrix_rate_share` = flops / seconds / rate.
+Prints and writes: `seconds` (CPU time, median of five after a warm-up), `peak_memory_mb` above the
+loaded model, `flops` (useful ones: no recomputation, attention only over what each block may see),
+`matrix_rate_gflops` of this machine in the same run and dtype, and `matrix_rate_share` = flops /
+seconds / rate.
 """
 
 import argparse
@@ -47,21 +50,33 @@ def make_config(block: int, layers: int) -> DFlashConfig:
 
 
 def useful_flops(config: DFlashConfig, seq: int, anchors: Tensor, slots: int) -> float:
-    """Multiply-adds x 2; weight and input gradients, except for the frozen inputs (features, head)."""
+    """Multiply-adds x 2.
+
+    Weight and input gradients, except for the frozen inputs (features, head).
+    """
     c = config
     tokens = len(anchors) * c.block_size
     kv = 2 * c.num_key_value_heads * c.head_dim * c.hidden_size
-    layer = 2 * c.num_attention_heads * c.head_dim * c.hidden_size + kv + 3 * c.hidden_size * c.intermediate_size
+    layer = (
+        2 * c.num_attention_heads * c.head_dim * c.hidden_size
+        + kv
+        + 3 * c.hidden_size * c.intermediate_size
+    )
     backbone = 6.0 * tokens * layer * c.num_hidden_layers
     context = seq * (4.0 * c.num_features * c.hidden_size + 6.0 * kv * c.num_hidden_layers)
     visible = float(anchors.sum()) + len(anchors) * c.block_size
-    attention = 12.0 * c.block_size * visible * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+    attention = (
+        12.0 * c.block_size * visible * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+    )
     head = 4.0 * slots * c.hidden_size * c.vocab_size
     return backbone + context + attention + head
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of one large product, best of several: what a core gives when nothing stands in its way."""
+    """FLOP/s of one large product, best of several.
+
+    What a core gives when nothing stands in its way.
+    """
     a, b = torch.randn(1024, 576, dtype=dtype), torch.randn(8192, 576, dtype=dtype)
     best = float("inf")
     for _ in range(12):
@@ -101,7 +116,9 @@ def _resident() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algo", choices=["dflash"], default="dflash")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of context")
     parser.add_argument("--anchors", type=int, default=64)
@@ -111,7 +128,9 @@ def main() -> None:
     parser.add_argument("--labels", choices=["hard", "soft"], default="hard")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", action="store_true", help="print the operators that take the time")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the operators that take the time"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -134,7 +153,9 @@ def main() -> None:
     options = LossOptions(labels=args.labels)
 
     def step() -> int:
-        out = sequence_loss(draft, sequence, anchors=anchors, embedding=embedding, head=head, options=options)
+        out = sequence_loss(
+            draft, sequence, anchors=anchors, embedding=embedding, head=head, options=options
+        )
         out.loss.backward()
         draft.zero_grad(set_to_none=False)
         return int(out.num_slots)
@@ -171,7 +192,11 @@ def main() -> None:
     if args.profile:
         with torch.profiler.profile() as profile:
             step()
-        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
+        print(
+            profile.key_averages().table(
+                sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The optional feature cache: what the target's forward pass left, kept on disk for rows that are trained on many times.
+"""The optional feature cache: what the target's forward pass left, kept on disk for rows that are
+trained on many times.
 
-Shards are safetensors files of about 64 MB with two tensors a row: `<id>/context` [L, n*H], the context features, and
-`<id>/expected` [E, H], the target's expected head rows for the row's last E + 1 tokens' successors (soft labels). With float8, a third,
-`<id>/scale` [L], holds one scale a position. Rows whose features are missing are recomputed, so a lost shard costs time only.
+Shards are safetensors files of about 64 MB with two tensors a row: `<id>/context` [L, n*H], the
+context features, and `<id>/expected` [E, H], the target's expected head rows for the row's last E +
+1 tokens' successors (soft labels). With float8, a third, `<id>/scale` [L], holds one scale a
+position. Rows whose features are missing are recomputed, so a lost shard costs time only.
 """
 
 import os
@@ -23,7 +25,10 @@ FLOAT8_MAX = 448.0  # largest finite e4m3
 
 @dataclass(frozen=True)
 class RowFeatures:
-    """Features of one row of L tokens. The last token is never a block's context, so its row may be zero."""
+    """Features of one row of L tokens.
+
+    The last token is never a block's context, so its row may be zero.
+    """
 
     context: Tensor  # [L, n*H]
     expected: Tensor | None  # [L, H], zero where the next token was not generated
@@ -43,7 +48,8 @@ def check_disk(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes * 1.1:
         raise ValueError(
-            f"the feature cache needs about {num_bytes / 1e9:.1f} GB under {folder.name}/ and {free / 1e9:.1f} GB are free; "
+            f"the feature cache needs about {num_bytes / 1e9:.1f} GB under {folder.name}/ and "
+            f"{free / 1e9:.1f} GB are free; "
             "set data.features=recompute, data.cache_dtype=float8, or fewer tokens"
         )
 
@@ -103,13 +109,16 @@ class CacheReader:
             except (SafetensorError, OSError):
                 continue
             self._files[path.name] = file
-            self._where |= {key: path.name for key in file.keys()}
+            self._where |= dict.fromkeys(file.keys(), path.name)
 
     def __contains__(self, row_id: str) -> bool:
         return f"{row_id}/context" in self._where
 
     def read(self, row_id: str, length: int) -> RowFeatures:
-        """Features of a row of `length` tokens, padded with zero rows at the end; KeyError for an unknown row."""
+        """Features of a row of `length` tokens, padded with zero rows at the end.
+
+        KeyError for an unknown row.
+        """
         context = self._get(f"{row_id}/context")
         if f"{row_id}/scale" in self._where:
             context = (context.float() * self._get(f"{row_id}/scale")[:, None]).to(torch.bfloat16)

@@ -1,25 +1,34 @@
-"""Attention of block slots over their context: cost is anchors x (context + block), never (sequence)^2.
+"""Attention of block slots over their context: cost is anchors x (context + block), never
+(sequence)^2.
 
-Each block attends to the context features before its anchor and to its own slots. The two parts are computed apart and
-merged by their log-sum-exp. The context part walks over groups of neighbouring anchors: a group shares the prefix up to its
-last anchor, so one matrix product serves all its blocks and only the short stretch between the group's first and last
-anchor needs a mask. The backward pass recomputes the scores group by group; no [slots, context] tensor outlives its group.
+Each block attends to the context features before its anchor and to its own slots. The two parts are
+computed apart and merged by their log-sum-exp. The context part walks over groups of neighbouring
+anchors: a group shares the prefix up to its last anchor, so one matrix product serves all its
+blocks and only the short stretch between the group's first and last anchor needs a mask. The
+backward pass recomputes the scores group by group; no [slots, context] tensor outlives its group.
 
-Shapes: A anchors, K block size, S context length, N query heads, M key-value heads, G = N / M, D head size.
+Shapes: A anchors, K block size, S context length, N query heads, M key-value heads, G = N / M, D
+head size.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-GROUP_ROWS = 256  # query rows (anchors x block x G) a group aims at: large enough for the matrix units, small enough for cache
+# query rows (anchors x block x G) a group aims at: large enough for the matrix units, small enough
+# for cache
+GROUP_ROWS = 256
 EMPTY = -1e30  # log-sum-exp of a block without context; finite, so that differences stay numbers
 
 
 @dataclass(frozen=True)
 class Group:
-    """Anchors first..last (exclusive) of one document; they see context[start:stop], less what lies at or after each anchor."""
+    """Anchors first..last (exclusive) of one document.
+
+    They see context[start:stop], less what lies at or after each anchor.
+    """
 
     first: int
     last: int
@@ -54,7 +63,8 @@ def block_attention(
     anchors: Tensor,
     is_causal: bool = False,
 ) -> Tensor:
-    """Attention output [A, K, N, D] of q [A, K, N, D] over k/v_block [A, K, M, D] and k/v_context [S, M, D].
+    """Attention output [A, K, N, D] of q [A, K, N, D] over k/v_block [A, K, M, D] and k/v_context
+    [S, M, D].
 
     The scale 1/sqrt(D) is applied here. Keys and queries come rotated.
     """
@@ -63,13 +73,19 @@ def block_attention(
     G = N // M
     q_MARD = (q * D**-0.5).view(A, K, M, G, D).permute(2, 0, 1, 3, 4).reshape(M, A, K * G, D)
     out_c, lse_c = _ContextAttention.apply(
-        q_MARD, k_context.transpose(0, 1).contiguous(), v_context.transpose(0, 1).contiguous(), groups, anchors
+        q_MARD,
+        k_context.transpose(0, 1).contiguous(),
+        v_context.transpose(0, 1).contiguous(),
+        groups,
+        anchors,
     )
     k_MAKD, v_MAKD = k_block.permute(2, 0, 1, 3), v_block.permute(2, 0, 1, 3)
     scores = (q_MARD @ k_MAKD.transpose(-1, -2)).float()
     if is_causal:
         slot = torch.arange(K, device=q.device)
-        scores = scores.masked_fill(slot[None, :] > slot.repeat_interleave(G)[:, None], float("-inf"))
+        scores = scores.masked_fill(
+            slot[None, :] > slot.repeat_interleave(G)[:, None], float("-inf")
+        )
     lse_b = scores.logsumexp(-1)
     out_b = (scores - lse_b[..., None]).exp().to(q.dtype) @ v_MAKD
     share = torch.sigmoid(lse_c - lse_b)[..., None].to(q.dtype)
@@ -84,7 +100,9 @@ class _ContextAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, groups: list[Group], anchors: Tensor):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, groups: list[Group], anchors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         out = torch.zeros_like(q)
         lse = q.new_full(q.shape[:-1], EMPTY, dtype=torch.float32)
         for group in groups:
@@ -96,15 +114,20 @@ class _ContextAttention(torch.autograd.Function):
             total = scores.sum(-1, keepdim=True)
             shape = (q.shape[0], group.last - group.first, q.shape[2])
             part = torch.bmm(scores.to(q.dtype), v[:, group.start : group.stop])
-            # A first block without context has total 0: its output stays 0 and its weight in the merge is 0.
+            # A first block without context has total 0: its output stays 0 and its weight in the
+            # merge is 0.
             out[:, group.first : group.last] = part.div_(total.clamp_min(1e-30)).view(*shape, -1)
-            lse[:, group.first : group.last] = torch.where(total > 0, top + total.log(), EMPTY).view(shape)
+            lse[:, group.first : group.last] = torch.where(
+                total > 0, top + total.log(), EMPTY
+            ).view(shape)
         ctx.save_for_backward(q, k, v, out, lse, anchors)
         ctx.groups = groups
         return out, lse
 
     @staticmethod
-    def backward(ctx, grad_out: Tensor, grad_lse: Tensor):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_out: Tensor, grad_lse: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, anchors = ctx.saved_tensors
         grad_q, grad_k, grad_v = torch.zeros_like(q), _zeros_float(k), _zeros_float(v)
         delta = (grad_out.float() * out.float()).sum(-1) - grad_lse

@@ -1,8 +1,8 @@
 """The maths of a block: which positions it holds, what it may see, what it has to predict.
 
-Shapes: S tokens in a packed sequence, A anchors, K = block_size. Slot 0 of a block is the anchor and predicts nothing;
-slot j >= 1 sits at position anchor + j and predicts the token there. A block sees its own slots and the context features
-strictly before its anchor, in the same document.
+Shapes: S tokens in a packed sequence, A anchors, K = block_size. Slot 0 of a block is the anchor
+and predicts nothing; slot j >= 1 sits at position anchor + j and predicts the token there. A block
+sees its own slots and the context features strictly before its anchor, in the same document.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ class Blocks:
     starts_A: Tensor  # index of the first token of the anchor's document
     inputs_AK: Tensor  # token ids: the anchor, then mask tokens
     positions_AK: Tensor  # RoPE positions, counted from the document's start
-    labels_AD: Tensor  # the token each drafted slot has to predict (D = K - 1); 0 where not supervised
+    labels_AD: (
+        Tensor  # the token each drafted slot has to predict (D = K - 1); 0 where not supervised
+    )
     supervised_AD: Tensor  # bool: False from the first position on that the target did not generate
 
 
@@ -35,8 +37,9 @@ def make_blocks(
 ) -> Blocks:
     """Lay blocks on a packed sequence.
 
-    input_ids [S]; loss_mask [S] marks tokens the target generated; starts, ends [S] bound each token's document (end
-    exclusive); anchors [A] ascending. Slots past the document's end or past the first unsupervised token are not supervised.
+    input_ids [S]; loss_mask [S] marks tokens the target generated; starts, ends [S] bound each
+    token's document (end exclusive); anchors [A] ascending. Slots past the document's end or past
+    the first unsupervised token are not supervised.
     """
     offsets_D = torch.arange(1, block_size, device=input_ids.device)
     targets_AD = anchors[:, None] + offsets_D
@@ -51,7 +54,12 @@ def make_blocks(
     return Blocks(anchors, starts_A, inputs_AK, positions_AK, labels_AD, supervised_AD)
 
 
-def position_weights(num_draft_tokens: int, gamma: float | None, *, device: torch.device | str = "cpu") -> Tensor:
-    """`w_k = exp(-(k - 1) / gamma)` for k = 1..D, [D]; all ones when gamma is None (DFlash paper, loss decay)."""
+def position_weights(
+    num_draft_tokens: int, gamma: float | None, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """`w_k = exp(-(k - 1) / gamma)` for k = 1..D, [D].
+
+    All ones when gamma is None (DFlash paper, loss decay).
+    """
     k = torch.arange(num_draft_tokens, dtype=torch.float32, device=device)
     return torch.ones_like(k) if gamma is None else torch.exp(-k / gamma)

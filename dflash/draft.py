@@ -1,11 +1,13 @@
 """The DFlash network: target features in, a whole block of tokens out, in one pass.
 
-The context features are projected once (`fc`, `hidden_norm`) and every layer makes its own keys and values from them, rotated
-at their target positions, without an input norm. The block's slots run through the layers as an ordinary pre-norm
-transformer and attend to that context and to each other. Embedding and head belong to the target and are passed in.
+The context features are projected once (`fc`, `hidden_norm`) and every layer makes its own keys and
+values from them, rotated at their target positions, without an input norm. The block's slots run
+through the layers as an ordinary pre-norm transformer and attend to that context and to each other.
+Embedding and head belong to the target and are passed in.
 
-Shapes: A blocks (anchors, or requests when decoding), K block_size, D = K - 1 drafted slots, S context length, H hidden,
-V vocabulary. Paper: DFlash (2026), sections on the draft architecture and KV injection.
+Shapes: A blocks (anchors, or requests when decoding), K block_size, D = K - 1 drafted slots, S
+context length, H hidden, V vocabulary. Paper: DFlash (2026), sections on the draft architecture and
+KV injection.
 """
 
 import json
@@ -41,13 +43,17 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Projections of a draft layer; the attention itself is in attention.py (training) and `DraftCache` (decoding)."""
+    """Projections of a draft layer.
+
+    The attention itself is in attention.py (training) and `DraftCache` (decoding).
+    """
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         width, kv_width = (
-            heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+            heads * config.head_dim
+            for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
@@ -90,7 +96,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """x [A, K, H]; `attend(q, k, v)` closes over this layer's context."""
         inner = self.input_layernorm(x)
@@ -101,14 +110,22 @@ class Layer(nn.Module):
 
 
 class DraftCache:
-    """Keys and values of the context features, one slot a request; `lengths` [slots] says how many positions are valid.
+    """Keys and values of the context features, one slot a request; `lengths` [slots] says how many
+    positions are valid.
 
-    Setting a length back is a roll-back; setting it to 0 frees the slot. Behind the valid part there is room for one block.
+    Setting a length back is a roll-back; setting it to 0 frees the slot. Behind the valid part
+    there is room for one block.
     """
 
     def __init__(self, draft: "DFlashDraft", num_slots: int, max_length: int) -> None:
         c = draft.config
-        shape = (c.num_hidden_layers, num_slots, c.num_key_value_heads, max_length + c.block_size, c.head_dim)
+        shape = (
+            c.num_hidden_layers,
+            num_slots,
+            c.num_key_value_heads,
+            max_length + c.block_size,
+            c.head_dim,
+        )
         self.keys = torch.zeros(shape, dtype=draft.dtype, device=draft.device)
         self.values = torch.zeros_like(self.keys)
         self.lengths = torch.zeros(num_slots, dtype=torch.long, device=draft.device)
@@ -122,10 +139,14 @@ class DraftCache:
 class DFlashDraft(nn.Module):
     """A DFlash drafter. Parameters carry the names of its file (DESIGN section 7)."""
 
+    layers: Sequence[Layer]  # a ModuleList, which has no type of its items
+
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
+            Layer(config) for _ in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -142,13 +163,19 @@ class DFlashDraft(nn.Module):
         return self.fc.weight.device
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., 1, head_dim] at integer positions [...], computed in float32 and cast to the draft's dtype."""
+        """cos and sin [..., 1, head_dim] at integer positions [...], computed in float32 and cast
+        to the draft's dtype.
+        """
         angles = positions[..., None].float() * self.rope_inverse.float()
         table = torch.cat([angles, angles], dim=-1)[..., None, :]
-        return (table.cos() * self.rope_scale).to(self.dtype), (table.sin() * self.rope_scale).to(self.dtype)
+        return (table.cos() * self.rope_scale).to(self.dtype), (table.sin() * self.rope_scale).to(
+            self.dtype
+        )
 
     def context(self, features: Tensor) -> Tensor:
-        """Context features [..., n*H], layers ascending -> what every layer's keys and values read [..., H]."""
+        """Context features [..., n*H], layers ascending -> what every layer's keys and values read
+        [..., H].
+        """
         return self.hidden_norm(self.fc(features.to(self.dtype)))
 
     def forward(
@@ -163,8 +190,9 @@ class DFlashDraft(nn.Module):
     ) -> Tensor:
         """Hidden states [A, K, H] (after the final norm) of all blocks of one packed sequence.
 
-        features [S, n*H] and positions [S] of the sequence; embeds [A, K, H] the slots' input embeddings; block_positions
-        [A, K]; anchors [A] ascending indices into the sequence; groups from `attention.group_anchors`.
+        features [S, n*H] and positions [S] of the sequence; embeds [A, K, H] the slots' input
+        embeddings; block_positions [A, K]; anchors [A] ascending indices into the sequence; groups
+        from `attention.group_anchors`.
         """
         context = self.context(features)
         context_rope, block_rope = self.rope(positions), self.rope(block_positions)
@@ -172,7 +200,9 @@ class DFlashDraft(nn.Module):
         for layer in self.layers:
             k_context, v_context = layer.self_attn.key_value(context, context_rope)
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, kc: Tensor = k_context, vc: Tensor = v_context) -> Tensor:
+            def attend(
+                q: Tensor, k: Tensor, v: Tensor, kc: Tensor = k_context, vc: Tensor = v_context
+            ) -> Tensor:
                 return block_attention(
                     q,
                     k_block=k,
@@ -195,9 +225,15 @@ class DFlashDraft(nn.Module):
 
     @torch.inference_mode()
     def extend(self, cache: DraftCache, slots: Tensor, features: Tensor, counts: Tensor) -> None:
-        """Append context features [B, T, n*H] to slots [B]; row b has counts[b] valid positions, the rest is padding."""
-        columns = cache.lengths[slots][:, None] + torch.arange(features.shape[1], device=features.device)
-        # Padding lands behind the valid part, where the next round overwrites it, and never past the end.
+        """Append context features [B, T, n*H] to slots [B].
+
+        Row b has counts[b] valid positions, the rest is padding.
+        """
+        columns = cache.lengths[slots][:, None] + torch.arange(
+            features.shape[1], device=features.device
+        )
+        # Padding lands behind the valid part, where the next round overwrites it, and never past
+        # the end.
         columns = columns.clamp_max(cache.keys.shape[3] - 1)
         context = self.context(features)
         rope = self.rope(columns)
@@ -207,14 +243,19 @@ class DFlashDraft(nn.Module):
 
     @torch.inference_mode()
     def hidden(self, cache: DraftCache, slots: Tensor, embeds: Tensor) -> Tensor:
-        """Hidden states [B, K, H] of one block a slot; the anchor's position is the slot's length. embeds [B, K, H]."""
+        """Hidden states [B, K, H] of one block a slot.
+
+        The anchor's position is the slot's length. embeds [B, K, H].
+        """
         B, K, _ = embeds.shape
         lengths = cache.lengths[slots]
         columns_BK = lengths[:, None] + torch.arange(K, device=embeds.device)
         longest = int(lengths.max()) + K
         limit_BK = columns_BK + 1 if self.config.is_causal else lengths[:, None].expand(B, K) + K
         mask_BKL = torch.arange(longest, device=embeds.device) < limit_BK[..., None]
-        whole = B == cache.lengths.shape[0] and torch.equal(slots, torch.arange(B, device=slots.device))
+        whole = cache.lengths.shape[0] == B and torch.equal(
+            slots, torch.arange(B, device=slots.device)
+        )
         rope = self.rope(columns_BK)
         x = embeds.to(self.dtype) * self.config.input_embedding_scale
         for index, layer in enumerate(self.layers):
@@ -239,7 +280,10 @@ class DFlashDraft(nn.Module):
         embedding: Tensor,
         head: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Draft tokens [B, D] after anchor tokens [B]: the argmax of the target's head at each drafted slot."""
+        """Draft tokens [B, D] after anchor tokens [B].
+
+        The argmax of the target's head at each drafted slot.
+        """
         inputs = anchors.new_full((len(anchors), self.config.block_size), self.config.mask_token_id)
         inputs[:, 0] = anchors
         hidden = self.hidden(cache, slots, F.embedding(inputs, embedding))
@@ -249,25 +293,37 @@ class DFlashDraft(nn.Module):
     # Files
 
     def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write `config.json` and `model.safetensors` (each replaced atomically) so that `load` and engines read them."""
+        """Write `config.json` and `model.safetensors` (each replaced atomically) so that `load` and
+        engines read them.
+        """
         dtype = dtype or self.dtype
         out = Path(directory)
         out.mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in self.state_dict().items()}
+        tensors = {
+            name: value.detach().to("cpu", dtype).contiguous()
+            for name, value in self.state_dict().items()
+        }
         with tempfile.TemporaryDirectory(dir=out) as scratch:
             save_file(tensors, Path(scratch) / WEIGHTS, metadata={"format": "pt"})
-            text = json.dumps(self.config.to_json(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+            text = (
+                json.dumps(self.config.to_json(str(dtype).removeprefix("torch.")), indent=2) + "\n"
+            )
             (Path(scratch) / "config.json").write_text(text)
             for name in (WEIGHTS, "config.json"):
                 os.replace(Path(scratch) / name, out / name)
 
     @classmethod
     def load(
-        cls, directory: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+        cls,
+        directory: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
     ) -> "DFlashDraft":
         """Load a drafter directory, strictly; `dtype` None keeps the file's.
 
-        Raises ValueError that lists every missing and unexpected tensor, or the first shape that does not fit.
+        Raises ValueError that lists every missing and unexpected tensor, or the first shape that
+        does not fit.
         """
         config = DFlashConfig.load(directory)
         tensors = read_weights(directory)
@@ -275,7 +331,9 @@ class DFlashDraft(nn.Module):
             draft = cls(config)
         check_tensors(tensors, {name: p.shape for name, p in draft.state_dict().items()}, directory)
         kept = dtype or tensors["fc.weight"].dtype
-        draft.load_state_dict({name: value.to(device, kept) for name, value in tensors.items()}, assign=True)
+        draft.load_state_dict(
+            {name: value.to(device, kept) for name, value in tensors.items()}, assign=True
+        )
         draft.rope_inverse = rope_frequencies(config)[0].to(device)
         return draft.eval()
 
@@ -288,9 +346,13 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] (float32) and the attention factor, from the config's JSON alone."""
+    """Inverse frequencies [head_dim / 2] (float32) and the attention factor, from the config's JSON
+    alone.
+    """
     rope = config.rope_parameters
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponent = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    )
     if rope["rope_type"] == "default":
         return 1.0 / rope["rope_theta"] ** exponent, 1.0
     backbone = Qwen3Config(
@@ -300,7 +362,9 @@ def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope),
     )
-    with torch.device("cpu"):  # `load` builds the network on the meta device; these numbers are needed for real
+    with torch.device(
+        "cpu"
+    ):  # `load` builds the network on the meta device; these numbers are needed for real
         return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
 
 
@@ -308,7 +372,11 @@ def read_weights(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of a drafter directory, one file or sharded, a leading `model.` dropped."""
     root = Path(directory)
     index = root / f"{WEIGHTS}.index.json"
-    files = [WEIGHTS] if not index.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = (
+        [WEIGHTS]
+        if not index.is_file()
+        else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    )
     tensors: dict[str, Tensor] = {}
     for name in files:
         if not (root / name).is_file():
@@ -318,35 +386,50 @@ def read_weights(directory: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def check_tensors(found: Mapping[str, Tensor], expected: Mapping[str, torch.Size], directory: str | Path) -> None:
+def check_tensors(
+    found: Mapping[str, Tensor], expected: Mapping[str, torch.Size], directory: str | Path
+) -> None:
     """Raise ValueError unless names and shapes are exactly the expected ones."""
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         raise ValueError(
-            f"{directory}: the weights do not fit the config; missing {missing or 'none'}; unexpected {extra or 'none'}"
+            f"{directory}: the weights do not fit the config; missing {missing or 'none'}; "
+            f"unexpected {extra or 'none'}"
         )
     for name, shape in expected.items():
         if found[name].shape != shape:
-            raise ValueError(f"{directory}: {name} is {list(found[name].shape)}, the config says {list(shape)}")
+            raise ValueError(
+                f"{directory}: {name} is {list(found[name].shape)}, the config says {list(shape)}"
+            )
 
 
 def copy_layers(draft: DFlashDraft, layers: Sequence[Mapping[str, Tensor]]) -> list[str]:
-    """Initialize draft layer i from the i-th state dict where names and shapes agree; returns the names copied.
+    """Initialize draft layer i from the i-th state dict where names and shapes agree; returns the
+    names copied.
 
     Only whole layers make sense: a layer whose projections do not all fit is left as it is.
     """
     copied: list[str] = []
     for index, (layer, source) in enumerate(zip(draft.layers, layers, strict=True)):
         own = layer.state_dict()
-        fits = {name for name, value in own.items() if name in source and source[name].shape == value.shape}
+        fits = {
+            name
+            for name, value in own.items()
+            if name in source and source[name].shape == value.shape
+        }
         if {name for name in own if "proj" in name} <= fits:
-            layer.load_state_dict({name: source[name].to(draft.dtype) for name in fits}, strict=False)
+            layer.load_state_dict(
+                {name: source[name].to(draft.dtype) for name in fits}, strict=False
+            )
             copied += [f"layers.{index}.{name}" for name in sorted(fits)]
     return copied
 
 
 def _attend_cached(q: Tensor, keys: Tensor, values: Tensor, mask_BKL: Tensor) -> Tensor:
-    """q [B, K, N, D] over keys, values [B, M, L, D]; the query heads of a key head are folded into its rows."""
+    """q [B, K, N, D] over keys, values [B, M, L, D].
+
+    The query heads of a key head are folded into its rows.
+    """
     B, K, N, D = q.shape
     M = keys.shape[1]
     folded = q.view(B, K, M, N // M, D).permute(0, 2, 3, 1, 4).reshape(B, M, -1, D)

@@ -1,20 +1,25 @@
 """DFlash losses without a [slots, vocabulary] tensor.
 
-Cross-entropy against a teacher row e (the head's row of the label, or the teacher's expected row sum_v p_t(v) W_v) is
+Cross-entropy against a teacher row e (the head's row of the label, or the teacher's expected row
+sum_v p_t(v) W_v) is
     loss = logsumexp(W h) - h . e          d loss / d h = softmax(W h) W - e
-and `softmax(W h) W` is attention of h over the head's rows. So one pass over the vocabulary in tiles, with a running maximum as in
-flash attention, gives loss and gradient together: nothing is recomputed and nothing of size [slots, V] exists. With the expected row the
-same pass is the soft-label loss (KL up to the teacher's entropy), at the price of hard labels.
+and `softmax(W h) W` is attention of h over the head's rows. So one pass over the vocabulary in
+tiles, with a running maximum as in flash attention, gives loss and gradient together: nothing is
+recomputed and nothing of size [slots, V] exists. With the expected row the same pass is the
+soft-label loss (KL up to the teacher's entropy), at the price of hard labels.
 
 Shapes: N supervised slots, H hidden, V vocabulary, A anchors, D drafted slots.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-TILE = 4096  # vocabulary rows a tile: [N, TILE] logits stay in cache for the usual few hundred slots
+TILE = (
+    4096  # vocabulary rows a tile: [N, TILE] logits stay in cache for the usual few hundred slots
+)
 ROWS = 512  # slots handled at once
 
 
@@ -37,23 +42,39 @@ class SlotLoss:
     hit: Tensor  # bool: the label is the drafter's argmax
 
 
-def slot_loss(hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None = None) -> SlotLoss:
-    """Cross-entropy of each slot: hidden [N, H], labels [N], expected rows [N, H] (teacher's expected head row) or None.
+def slot_loss(
+    hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None = None
+) -> SlotLoss:
+    """Cross-entropy of each slot: hidden [N, H], labels [N], expected rows [N, H] (teacher's
+    expected head row) or None.
 
-    Soft labels need a head without soft-capping (ValueError): there the expected row does not determine the loss.
+    Soft labels need a head without soft-capping (ValueError): there the expected row does not
+    determine the loss.
     """
     if expected is not None and (head.softcap is not None or head.bias is not None):
-        raise ValueError("soft labels need a head without soft-capping and bias; use loss.labels=hard for this target")
+        raise ValueError(
+            "soft labels need a head without soft-capping and bias; use loss.labels=hard for this "
+            "target"
+        )
     nll, logprob, hit = _HeadCrossEntropy.apply(hidden, head, labels, expected)
     return SlotLoss(nll, logprob, hit)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None):  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         parts = [
-            _forward_rows(rows, head, label, None if expected is None else expected[index * ROWS :][: len(rows)])
-            for index, (rows, label) in enumerate(zip(hidden.split(ROWS), labels.split(ROWS), strict=True))
+            _forward_rows(
+                rows,
+                head,
+                label,
+                None if expected is None else expected[index * ROWS :][: len(rows)],
+            )
+            for index, (rows, label) in enumerate(
+                zip(hidden.split(ROWS), labels.split(ROWS), strict=True)
+            )
         ]
         nll, logprob, hit, grad = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(grad)
@@ -61,12 +82,16 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return nll, logprob, hit
 
     @staticmethod
-    def backward(ctx, grad_nll: Tensor, *_: Tensor):  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_nll: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grad_nll[:, None].to(grad.dtype), None, None, None
 
 
-def _forward_rows(hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None) -> tuple[Tensor, ...]:
+def _forward_rows(
+    hidden: Tensor, head: Head, labels: Tensor, expected: Tensor | None
+) -> tuple[Tensor, ...]:
     """nll, label log-probability, hit, gradient of nll by hidden, for one chunk of slots."""
     top, log_total, grad, label_logit = _sweep(hidden, head, labels)
     if expected is None:
@@ -81,7 +106,8 @@ def _forward_rows(hidden: Tensor, head: Head, labels: Tensor, expected: Tensor |
 
 
 def _sweep(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One pass over the vocabulary: largest logit [N], logsumexp [N], `sum_v p_v s_v W_v` [N, H] (s the softcap's slope,
+    """One pass over the vocabulary: largest logit [N], logsumexp [N], `sum_v p_v s_v W_v` [N, H] (s
+    the softcap's slope,
     else 1), the label's logit [N]; all float32."""
     rows = torch.arange(len(hidden), device=hidden.device)
     top = hidden.new_full((len(hidden), 1), -torch.inf, dtype=torch.float32)
@@ -92,7 +118,9 @@ def _sweep(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor, 
         tile = head.weight[start : start + TILE]
         logits, slope = _logits(hidden, tile, head, start)
         here = (labels >= start) & (labels < start + len(tile))
-        label_logit = torch.where(here, logits[rows, (labels - start).clamp(0, len(tile) - 1)], label_logit)
+        label_logit = torch.where(
+            here, logits[rows, (labels - start).clamp(0, len(tile) - 1)], label_logit
+        )
         new_top = torch.maximum(top, logits.amax(1, keepdim=True))
         shrink = (top - new_top).exp()
         probs = logits.sub_(new_top).exp_()
@@ -117,9 +145,11 @@ def _logits(hidden: Tensor, tile: Tensor, head: Head, start: int) -> tuple[Tenso
 
 
 def dpace_weights(label_probs_AD: Tensor, supervised_AD: Tensor, alpha: float) -> Tensor:
-    """D-PACE: `w_k = sum_{m >= k} prod_{i <= m} q'_i`, q' = (1 - alpha) q + alpha, over supervised slots; detached, [A, D].
+    """D-PACE: `w_k = sum_{m >= k} prod_{i <= m} q'_i`, q' = (1 - alpha) q + alpha, over supervised
+    slots; detached, [A, D].
 
-    The weight of a slot is the acceptance it can still bring: later slots count only as far as the drafter would get there.
+    The weight of a slot is the acceptance it can still bring: later slots count only as far as the
+    drafter would get there.
     """
     q = ((1 - alpha) * label_probs_AD + alpha) * supervised_AD
     survival = q.cumprod(1)
@@ -128,5 +158,7 @@ def dpace_weights(label_probs_AD: Tensor, supervised_AD: Tensor, alpha: float) -
 
 @torch.no_grad()
 def expected_row(hidden: Tensor, head: Head) -> Tensor:
-    """The teacher's expected head row `softmax(logits) W` [N, H], float32, of the target's last hidden states [N, H]."""
+    """The teacher's expected head row `softmax(logits) W` [N, H], float32, of the target's last
+    hidden states [N, H].
+    """
     return _sweep(hidden, head, torch.zeros(len(hidden), dtype=torch.long, device=hidden.device))[2]

@@ -1,7 +1,8 @@
-"""The training objective on one packed sequence: blocks in, a sum of weighted losses and its denominator out.
+"""The training objective on one packed sequence: blocks in, a sum of weighted losses and its
+denominator out.
 
-Sums and denominators stay apart, so that a step can divide by the total over all ranks and accumulation steps and the update
-does not depend on how samples were split. Nothing is logged here.
+Sums and denominators stay apart, so that a step can divide by the total over all ranks and
+accumulation steps and the update does not depend on how samples were split. Nothing is logged here.
 """
 
 from dataclasses import dataclass
@@ -26,12 +27,17 @@ class PackedSequence:
     starts: Tensor  # [S], first index of each token's document
     ends: Tensor  # [S], one past its last
     features: Tensor  # [S, n*H], context features
-    expected: Tensor | None = None  # [S, H], the target's expected head row for the token after this one (soft labels)
+    expected: Tensor | None = (
+        None  # [S, H], the target's expected head row for the token after this one (soft labels)
+    )
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`weighting` decay: `exp(-(k-1)/gamma)`; dpace: by the drafter's own survival. `labels` soft: KL to the target."""
+    """`weighting` decay.
+
+    `exp(-(k-1)/gamma)`; dpace: by the drafter's own survival. `labels` soft: KL to the target.
+    """
 
     weighting: Literal["decay", "dpace"] = "decay"
     gamma: float | None = 4.0
@@ -41,10 +47,15 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """`loss / weight` is the mean; add both up before dividing. Counts are over blocks with at least one supervised slot."""
+    """`loss / weight` is the mean.
+
+    Add both up before dividing. Counts are over blocks with at least one supervised slot.
+    """
 
     loss: Tensor  # [] sum over slots of weight x cross-entropy; carries the gradient
-    weight: Tensor  # [] its denominator: sum of position weights, or the number of blocks for D-PACE
+    weight: (
+        Tensor  # [] its denominator: sum of position weights, or the number of blocks for D-PACE
+    )
     num_blocks: Tensor  # []
     num_accepted: Tensor  # [] drafted tokens that greedy verification against the labels would keep
     num_slots: Tensor  # [] supervised slots
@@ -59,7 +70,10 @@ def sequence_loss(
     head: Head,
     options: LossOptions,
 ) -> SequenceLoss:
-    """Draft a block at each of anchors [A] (ascending) and score it; embedding [V, H] and head are the target's."""
+    """Draft a block at each of anchors [A] (ascending) and score it.
+
+    Embedding [V, H] and head are the target's.
+    """
     blocks = make_blocks(
         sequence.input_ids,
         loss_mask=sequence.loss_mask,
@@ -87,7 +101,9 @@ def _score(
     kept = blocks.supervised_AD
     expected = None
     if options.labels == "soft":
-        assert sequence.expected is not None, "soft labels were asked for, but the sequence carries no teacher"
+        assert sequence.expected is not None, (
+            "soft labels were asked for, but the sequence carries no teacher"
+        )
         # The row of the position before a slot speaks about the slot's token.
         before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
         expected = sequence.expected[before_AD[kept]]
@@ -99,7 +115,9 @@ def _score(
         weights = dpace_weights(probs_AD, kept, options.alpha)[kept]
         weight = has_slots_A.sum().float()
     else:
-        weights = position_weights(kept.shape[1], options.gamma, device=kept.device).expand(kept.shape)[kept]
+        weights = position_weights(kept.shape[1], options.gamma, device=kept.device).expand(
+            kept.shape
+        )[kept]
         weight = weights.sum()
     hits_AD = torch.zeros_like(kept)
     hits_AD[kept] = slots.hit
@@ -113,4 +131,8 @@ def _score(
 
 
 def _rows_per_anchor(draft: DFlashDraft) -> int:
-    return draft.config.block_size * draft.config.num_attention_heads // draft.config.num_key_value_heads
+    return (
+        draft.config.block_size
+        * draft.config.num_attention_heads
+        // draft.config.num_key_value_heads
+    )

@@ -1,7 +1,8 @@
 """The recipe: everything a run depends on, in one strict YAML file.
 
-Each default is written here and nowhere else. An unknown key is an error that names the nearest known one; `key=value`
-overrides use dotted keys. The resolved recipe is printed and saved beside the run.
+Each default is written here and nowhere else. An unknown key is an error that names the nearest
+known one; `key=value` overrides use dotted keys. The resolved recipe is printed and saved beside
+the run.
 """
 
 import difflib
@@ -24,10 +25,15 @@ class Section(BaseModel):
 
 
 class TargetSection(Section):
-    """The frozen model. Exactly what `spec inspect` takes, or a model the run makes or converts under `out/target`."""
+    """The frozen model.
+
+    Exactly what `spec inspect` takes, or a model the run makes or converts under `out/target`.
+    """
 
     path: str | None = Field(None, description="directory, hub id or .gguf file")
-    gguf_package: str | None = Field(None, description="installed package whose GGUF file stands in when no hub answers")
+    gguf_package: str | None = Field(
+        None, description="installed package whose GGUF file stands in when no hub answers"
+    )
     make: Literal["tiny"] | None = Field(None, description="train the tiny byte-level target first")
     dtype: Dtype = Field("bfloat16", description="compute dtype of the target")
     trust_remote_code: bool = False
@@ -35,30 +41,49 @@ class TargetSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> "TargetSection":
         if (self.make is None) == (self.path is None and self.gguf_package is None):
-            raise ValueError("name a target: target.path (or target.gguf_package), or target.make=tiny, not both")
+            raise ValueError(
+                "name a target: target.path (or target.gguf_package), or target.make=tiny, not both"
+            )
         return self
 
 
 class DataSection(Section):
-    """Where rows come from. Prompts are answered by the target itself; conversations and rows are taken as they are."""
+    """Where rows come from.
 
-    prompts: list[str] = Field([], description="prompt files (JSONL), or the built-in sources stdlib and tiny")
-    conversations: list[str] = Field([], description="conversation files; assistant turns are supervised")
+    Prompts are answered by the target itself; conversations and rows are taken as they are.
+    """
+
+    prompts: list[str] = Field(
+        [], description="prompt files (JSONL), or the built-in sources stdlib and tiny"
+    )
+    conversations: list[str] = Field(
+        [], description="conversation files; assistant turns are supervised"
+    )
     rows: list[str] = Field([], description="files of token-id rows")
-    heldout: list[str] = Field([], description="prompt files for acceptance; empty: the built-in source's held-out part")
+    heldout: list[str] = Field(
+        [], description="prompt files for acceptance; empty: the built-in source's held-out part"
+    )
     max_prompts: int | None = Field(None, gt=0, description="prompts to answer at most")
     max_new_tokens: int = Field(256, gt=0, description="longest answer")
-    max_length: int = Field(4096, gt=1, description="longest row; longer prompts are dropped and counted")
+    max_length: int = Field(
+        4096, gt=1, description="longest row; longer prompts are dropped and counted"
+    )
     batch_size: int = Field(64, gt=0, description="answers generated at once by one process")
     temperature: float = Field(0.0, ge=0.0, description="of the regenerated answers; 0 is greedy")
     minutes: float | None = Field(None, gt=0, description="stop answering prompts after this long")
-    features: Literal["cache", "recompute"] = Field("recompute", description="keep context features on disk, or recompute")
-    cache_dtype: Literal["bfloat16", "float8"] = Field("bfloat16", description="float8: one scale a row of features")
+    features: Literal["cache", "recompute"] = Field(
+        "recompute", description="keep context features on disk, or recompute"
+    )
+    cache_dtype: Literal["bfloat16", "float8"] = Field(
+        "bfloat16", description="float8: one scale a row of features"
+    )
 
     @model_validator(mode="after")
     def _some_source(self) -> "DataSection":
         if not (self.prompts or self.conversations or self.rows):
-            raise ValueError("name at least one source of rows: data.prompts, data.conversations or data.rows")
+            raise ValueError(
+                "name at least one source of rows: data.prompts, data.conversations or data.rows"
+            )
         return self
 
 
@@ -68,23 +93,37 @@ class DraftSection(Section):
     algorithm: Literal["dflash"] = "dflash"
     num_layers: int = Field(5, gt=0)
     block_size: int = Field(16, ge=2, description="input positions of a block, anchor included")
-    num_features: int = Field(5, gt=0, description="target layers read, spread evenly; target_layer_ids overrides")
+    num_features: int = Field(
+        5, gt=0, description="target layers read, spread evenly; target_layer_ids overrides"
+    )
     target_layer_ids: list[int] | None = None
-    mask_token_id: int | None = Field(None, ge=0, description="free row of the target's embedding; none: suggested")
+    mask_token_id: int | None = Field(
+        None, ge=0, description="free row of the target's embedding; none: suggested"
+    )
     is_causal: bool = False
-    init: Literal["random", "target"] = Field("random", description="target: copy the target's last layers that fit")
-    init_from: str | None = Field(None, description="warm start from this drafter directory; the shape is taken from it")
+    init: Literal["random", "target"] = Field(
+        "random", description="target: copy the target's last layers that fit"
+    )
+    init_from: str | None = Field(
+        None, description="warm start from this drafter directory; the shape is taken from it"
+    )
 
 
 class LossSection(Section):
     weighting: Literal["decay", "dpace"] = "decay"
     gamma: float | None = Field(7.0, gt=0, description="decay of position weights; null: none")
     alpha: float = Field(0.5, ge=0, le=1, description="D-PACE's smoothing of the confidence")
-    labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution (KL), same cost")
+    labels: Literal["hard", "soft"] = Field(
+        "hard", description="soft: the target's distribution (KL), same cost"
+    )
 
 
 class TrainSection(Section):
-    """The loop. Give `steps`, or `minutes` for a run bounded by time; the schedule's end is the last step of either."""
+    """The loop.
+
+    Give `steps`, or `minutes` for a run bounded by time; the schedule's end is the last step of
+    either.
+    """
 
     steps: int | None = Field(None, gt=0)
     minutes: float | None = Field(None, gt=0)
@@ -100,10 +139,14 @@ class TrainSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    dtype: Dtype = Field("bfloat16", description="compute dtype of the drafter; masters are float32")
+    dtype: Dtype = Field(
+        "bfloat16", description="compute dtype of the drafter; masters are float32"
+    )
     seed: int = 0
     log_every: int = Field(10, gt=0)
-    eval_every: int = Field(500, gt=0, description="steps between held-out measurements (the best drafter is kept)")
+    eval_every: int = Field(
+        500, gt=0, description="steps between held-out measurements (the best drafter is kept)"
+    )
     save_every: int = Field(500, gt=0, description="steps between checkpoints")
     keep: int = Field(2, gt=0, description="checkpoints to keep")
     device: str = "cpu"
@@ -118,12 +161,16 @@ class TrainSection(Section):
 class EvalSection(Section):
     """Held-out acceptance length: a few prompts during training, more at the end."""
 
-    prompts: int = Field(16, gt=0, description="held-out prompts at each measurement during training")
+    prompts: int = Field(
+        16, gt=0, description="held-out prompts at each measurement during training"
+    )
     final_prompts: int = Field(64, gt=0, description="held-out prompts of the closing report")
     max_new_tokens: int = Field(128, gt=0)
     batch_size: int = Field(16, gt=0)
     dtype: Dtype | None = Field(None, description="none: the target's")
-    baselines: bool = Field(True, description="also measure an untrained drafter and n-gram lookup at the end")
+    baselines: bool = Field(
+        True, description="also measure an untrained drafter and n-gram lookup at the end"
+    )
 
 
 class WandbSection(Section):
@@ -152,7 +199,8 @@ class Recipe(Section):
 def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe by path, or by the name of a shipped one, and apply `a.b=value` overrides.
 
-    Raises ValueError in one line a mistake: unknown key (with the nearest), value out of range, missing key.
+    Raises ValueError in one line a mistake: unknown key (with the nearest), value out of range,
+    missing key.
     """
     path = find_recipe(name)
     try:
@@ -166,7 +214,9 @@ def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
     try:
         return Recipe.model_validate_json(_json(data))
     except ValidationError as error:
-        raise ValueError(f"{path.name}: " + "; ".join(_explain(problem) for problem in error.errors())) from None
+        raise ValueError(
+            f"{path.name}: " + "; ".join(_explain(problem) for problem in error.errors())
+        ) from None
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -175,8 +225,13 @@ def find_recipe(name: str | Path) -> Path:
     if path.is_file():
         return path
     shipped = SHIPPED / f"{path.stem}.yaml"
-    # A clone's documentation says recipes/tiny.yaml; from another folder that means the shipped one as well.
-    if path.parent in (Path("."), Path("recipes")) and path.suffix in ("", ".yaml") and shipped.is_file():
+    # A clone's documentation says recipes/tiny.yaml; from another folder that means the shipped one
+    # as well.
+    if (
+        path.parent in (Path("."), Path("recipes"))
+        and path.suffix in ("", ".yaml")
+        and shipped.is_file()
+    ):
         return shipped
     known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
     raise ValueError(f"no recipe {str(name)!r}: give the path of a YAML file or one of {known}")
@@ -224,7 +279,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
 def _as_number(text: str) -> str | float:
     """YAML takes 1e-4 for a string; a recipe means the number."""
     try:
-        return float(text) if any(c.isdigit() for c in text) and set(text) <= set("0123456789eE+-.") else text
+        return (
+            float(text)
+            if any(c.isdigit() for c in text) and set(text) <= set("0123456789eE+-.")
+            else text
+        )
     except ValueError:
         return text
 
@@ -254,5 +313,7 @@ def _nearest(key: str) -> str:
     last = key.rsplit(".", 1)[-1]
     same = [other for other in keys if other.rsplit(".", 1)[-1] == last]
     close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    close = close or difflib.get_close_matches(last, [k.rsplit(".", 1)[-1] for k in keys], n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(
+        last, [k.rsplit(".", 1)[-1] for k in keys], n=1, cutoff=0.5
+    )
     return f"; nearest is {close[0]!r}" if close else ""

@@ -18,26 +18,44 @@ ENDS = torch.tensor([7] * 7 + [12] * 5)
 
 def test_blocks_of_twelve_tokens_by_hand() -> None:
     blocks = make_blocks(
-        IDS, loss_mask=MASK, starts=STARTS, ends=ENDS, anchors=torch.tensor([3, 5, 9]), block_size=4, mask_token_id=9
+        IDS,
+        loss_mask=MASK,
+        starts=STARTS,
+        ends=ENDS,
+        anchors=torch.tensor([3, 5, 9]),
+        block_size=4,
+        mask_token_id=9,
     )
     assert blocks.inputs_AK.tolist() == [[103, 9, 9, 9], [105, 9, 9, 9], [109, 9, 9, 9]]
     assert blocks.positions_AK.tolist() == [[3, 4, 5, 6], [5, 6, 7, 8], [2, 3, 4, 5]]
     # Anchor 5: only token 6 is left in its document. Anchor 9: token 11 is not supervised.
-    assert blocks.supervised_AD.tolist() == [[True, True, True], [True, False, False], [True, False, False]]
+    assert blocks.supervised_AD.tolist() == [
+        [True, True, True],
+        [True, False, False],
+        [True, False, False],
+    ]
     assert blocks.labels_AD.tolist() == [[104, 105, 106], [106, 0, 0], [110, 0, 0]]
 
 
 def test_a_gap_in_the_mask_ends_the_block() -> None:
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0])
     blocks = make_blocks(
-        IDS, loss_mask=mask, starts=STARTS, ends=ENDS, anchors=torch.tensor([1]), block_size=5, mask_token_id=9
+        IDS,
+        loss_mask=mask,
+        starts=STARTS,
+        ends=ENDS,
+        anchors=torch.tensor([1]),
+        block_size=5,
+        mask_token_id=9,
     )
     assert blocks.supervised_AD.tolist() == [[True, False, False, False]]
 
 
 def test_no_anchor_gives_no_block() -> None:
     none = torch.tensor([], dtype=torch.long)
-    blocks = make_blocks(IDS, loss_mask=MASK, starts=STARTS, ends=ENDS, anchors=none, block_size=4, mask_token_id=9)
+    blocks = make_blocks(
+        IDS, loss_mask=MASK, starts=STARTS, ends=ENDS, anchors=none, block_size=4, mask_token_id=9
+    )
     assert blocks.inputs_AK.shape == (0, 4)
     assert group_anchors([], [], 4) == []
 
@@ -60,7 +78,9 @@ def config(**changes: object) -> DFlashConfig:
     return DFlashConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def run(draft: DFlashDraft, features: Tensor, embeds: Tensor, anchors: Tensor, starts: Tensor) -> Tensor:
+def run(
+    draft: DFlashDraft, features: Tensor, embeds: Tensor, anchors: Tensor, starts: Tensor
+) -> Tensor:
     anchor_starts = starts[anchors]
     positions = torch.arange(len(starts)) - starts
     return draft(
@@ -97,7 +117,11 @@ def test_grouped_attention_equals_one_dense_softmax(anchors: list[int], is_causa
         sees = (columns >= starts[:, None]) & (columns < at[:, None])
         keys = torch.cat([kc.expand(A, -1, -1, -1), kb], 1).repeat_interleave(N // M, 2)
         values = torch.cat([vc.expand(A, -1, -1, -1), vb], 1).repeat_interleave(N // M, 2)
-        inside = torch.ones(K, K, dtype=torch.bool).tril() if is_causal else torch.ones(K, K, dtype=torch.bool)
+        inside = (
+            torch.ones(K, K, dtype=torch.bool).tril()
+            if is_causal
+            else torch.ones(K, K, dtype=torch.bool)
+        )
         visible = torch.cat([sees[:, None].expand(A, K, S), inside.expand(A, K, K)], 2)
         scores = torch.einsum("aknd,asnd->anks", q, keys) * D**-0.5
         probs = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
@@ -151,19 +175,28 @@ def test_more_anchors_than_positions_and_repeats() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_cached_decoding_equals_the_training_pass(is_causal: bool) -> None:
-    """Ragged slots, features arriving in pieces, a roll-back: hidden states as in one training pass."""
+    """Ragged slots, features arriving in pieces, a roll-back.
+
+    Hidden states as in one training pass.
+    """
     torch.manual_seed(0)
     draft = DFlashDraft(config(is_causal=is_causal)).eval()
     features, embeds = torch.randn(2, 12, 64), torch.randn(2, 4, 32)
     cache = draft.new_cache(3, 16)
     slots = torch.tensor([2, 0])
     draft.extend(cache, slots, features[:, :4], torch.tensor([4, 2]))
-    draft.extend(cache, slots, torch.stack([features[0, 4:8], features[1, 2:6]]), torch.tensor([3, 4]))
+    draft.extend(
+        cache, slots, torch.stack([features[0, 4:8], features[1, 2:6]]), torch.tensor([3, 4])
+    )
     draft.hidden(cache, slots, torch.randn(2, 4, 32))  # a block leaves nothing behind
     cache.lengths[2] = 5  # roll back two positions
     got = draft.hidden(cache, slots, embeds)
     for row, anchor in ((0, 5), (1, 6)):
         want = run(
-            draft, features[row], embeds[row : row + 1], torch.tensor([anchor]), torch.zeros(12, dtype=torch.long)
+            draft,
+            features[row],
+            embeds[row : row + 1],
+            torch.tensor([anchor]),
+            torch.zeros(12, dtype=torch.long),
         )
         torch.testing.assert_close(got[row : row + 1], want, atol=1e-5, rtol=1e-4)

@@ -56,7 +56,9 @@ def test_saved_and_loaded_is_the_same_drafter(saved: Path) -> None:
     torch.manual_seed(0)
     original = DFlashDraft(config())
     assert draft.config == original.config
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), original.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(draft.parameters(), original.parameters(), strict=True)
+    )
     cache, other = draft.new_cache(1, 8), original.new_cache(1, 8)
     features, embeds, slot = torch.randn(1, 5, 64), torch.randn(1, 4, 32), torch.tensor([0])
     draft.extend(cache, slot, features, torch.tensor([5]))
@@ -84,7 +86,9 @@ def test_the_file_says_what_engines_ask_and_nothing_of_the_target(saved: Path) -
 def test_exported_dtype_equals_the_configs(tmp_path: Path, dtype: torch.dtype) -> None:
     DFlashDraft(config()).save(tmp_path, dtype=dtype)
     stated = json.loads((tmp_path / "config.json").read_text())["dtype"]
-    assert {str(value.dtype) for value in load_file(tmp_path / "model.safetensors").values()} == {f"torch.{stated}"}
+    assert {str(value.dtype) for value in load_file(tmp_path / "model.safetensors").values()} == {
+        f"torch.{stated}"
+    }
     assert DFlashDraft.load(tmp_path).dtype == dtype
 
 
@@ -92,7 +96,10 @@ def test_missing_and_unexpected_tensors_are_both_listed(saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
     tensors["extra.weight"] = tensors.pop("layers.0.self_attn.q_norm.weight")
     save_file(tensors, saved / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing \['layers.0.self_attn.q_norm.weight'\]; unexpected \['extra.weight'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"missing \['layers.0.self_attn.q_norm.weight'\]; unexpected \['extra.weight'\]",
+    ):
         DFlashDraft.load(saved)
 
 
@@ -105,10 +112,15 @@ def test_a_wrong_shape_is_named(saved: Path) -> None:
 
 
 def test_the_published_layout_loads(saved: Path) -> None:
-    """z-lab's files: keys of the head of `dflash_config` only, flat RoPE, a `model.` prefix, no is_causal."""
+    """z-lab's files.
+
+    Keys of the head of `dflash_config` only, flat RoPE, a `model.` prefix, no is_causal.
+    """
     plain = DFlashDraft.load(saved)
     tensors = load_file(saved / "model.safetensors")
-    save_file({f"model.{name}": value for name, value in tensors.items()}, saved / "model.safetensors")
+    save_file(
+        {f"model.{name}": value for name, value in tensors.items()}, saved / "model.safetensors"
+    )
     edit(
         saved,
         dflash_config={"mask_token_id": 63, "target_layer_ids": [1, 3]},
@@ -121,13 +133,18 @@ def test_the_published_layout_loads(saved: Path) -> None:
     )
     draft = DFlashDraft.load(saved)
     assert draft.config == plain.config
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(draft.parameters(), plain.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block_size": None, "dflash_config": {"target_layer_ids": [1], "mask_token_id": 2}}, "lacks block_size"),
+        (
+            {"block_size": None, "dflash_config": {"target_layer_ids": [1], "mask_token_id": 2}},
+            "lacks block_size",
+        ),
         ({"rope_theta": 1.0}, "rope_theta is 1.0 but rope_parameters says 50000.0"),
         ({"rope_theta": None, "rope_parameters": None}, "states no RoPE"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
@@ -138,7 +155,9 @@ def test_the_published_layout_loads(saved: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_what_would_be_read_wrongly_is_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_would_be_read_wrongly_is_refused(
+    saved: Path, changes: dict[str, Any], message: str
+) -> None:
     edit(saved, **changes)
     with pytest.raises(ValueError, match=message):
         DFlashDraft.load(saved)
@@ -150,7 +169,9 @@ def test_layer_ids_rise_and_leave_out_the_last_layer(ids: tuple[int, ...]) -> No
         config(target_layer_ids=ids)
 
 
-@pytest.mark.parametrize("changes", [{"block_size": 1}, {"mask_token_id": 64}, {"num_key_value_heads": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"block_size": 1}, {"mask_token_id": 64}, {"num_key_value_heads": 3}]
+)
 def test_impossible_shapes_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         config(**changes)
@@ -161,7 +182,12 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any]) -> None:
     [
         ROPE,
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
     ],
 )
 def test_rope_from_the_json_alone_equals_the_librarys(tmp_path: Path, rope: dict[str, Any]) -> None:
@@ -172,7 +198,13 @@ def test_rope_from_the_json_alone_equals_the_librarys(tmp_path: Path, rope: dict
     positions = torch.arange(512)
     for a, b in zip(trained.rope(positions), loaded.rope(positions), strict=True):
         assert torch.equal(a, b)
-    engine = Qwen3Config(**{k: v for k, v in json.loads((tmp_path / "config.json").read_text()).items() if k != "dtype"})
+    engine = Qwen3Config(
+        **{
+            k: v
+            for k, v in json.loads((tmp_path / "config.json").read_text()).items()
+            if k != "dtype"
+        }
+    )
     cos, sin = Qwen3RotaryEmbedding(engine)(torch.zeros(1), positions[None])
     torch.testing.assert_close(loaded.rope(positions)[0][:, 0], cos[0])
     torch.testing.assert_close(loaded.rope(positions)[1][:, 0], sin[0])

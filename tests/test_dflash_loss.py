@@ -33,7 +33,14 @@ def plain_logits(hidden: Tensor, head: Head) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"scale": 0.25}, {"softcap": 3.0}, {"scale": 2.0, "softcap": 5.0}, {"bias": torch.linspace(-2, 2, 33)}]
+    "options",
+    [
+        {},
+        {"scale": 0.25},
+        {"softcap": 3.0},
+        {"scale": 2.0, "softcap": 5.0},
+        {"bias": torch.linspace(-2, 2, 33)},
+    ],
 )
 def test_hard_labels_equal_cross_entropy(options: dict[str, object]) -> None:
     hidden, head, labels = toy(**options)

@@ -42,9 +42,7 @@ def test_commands_exist(page: Path) -> None:
         used = {word.split("=")[0] for word in words[1:] if word.startswith("-")}
         assert used <= known, f"{page.name}: {words}: {used - known}"
         if words[0] == "train":
-            recipe = next(
-                b for a, b in itertools.pairwise(words) if a in ("-r", "--recipe")
-            )
+            recipe = next(b for a, b in itertools.pairwise(words) if a in ("-r", "--recipe"))
             overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
             if (ROOT / "recipes" / f"{Path(recipe).stem}.yaml").exists():
                 load_recipe(recipe, overrides)

@@ -21,11 +21,17 @@ def test_every_shipped_recipe_loads_by_name_and_by_path() -> None:
     names = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
     assert {"tiny", "quickstart"} <= set(names)
     for name in names:
-        assert load_recipe(name) == load_recipe(SHIPPED / f"{name}.yaml") == load_recipe(f"recipes/{name}.yaml")
+        assert (
+            load_recipe(name)
+            == load_recipe(SHIPPED / f"{name}.yaml")
+            == load_recipe(f"recipes/{name}.yaml")
+        )
 
 
 def test_a_resolved_recipe_reads_back_as_itself(recipe_file: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_file, ["train.lr=1e-4", "draft.target_layer_ids=[1, 3]", "wandb.project=p"])
+    recipe = load_recipe(
+        recipe_file, ["train.lr=1e-4", "draft.target_layer_ids=[1, 3]", "wandb.project=p"]
+    )
     assert (recipe.train.lr, recipe.draft.target_layer_ids) == (1e-4, [1, 3])
     again = tmp_path / "again.yaml"
     again.write_text(recipe.to_yaml())
@@ -57,7 +63,9 @@ def test_mistakes_are_named(recipe_file: Path, override: str, message: str) -> N
 
 def test_an_unknown_key_in_the_file_names_the_nearest(recipe_file: Path) -> None:
     recipe_file.write_text(MINIMAL + "draft: {block_sise: 8}\n")
-    with pytest.raises(ValueError, match="unknown key 'draft.block_sise'; nearest is 'draft.block_size'"):
+    with pytest.raises(
+        ValueError, match="unknown key 'draft.block_sise'; nearest is 'draft.block_size'"
+    ):
         load_recipe(recipe_file)
 
 

@@ -1,4 +1,7 @@
-"""The loop's promises: exact resume, updates that ignore how samples were split, schedule, skipped steps."""
+"""The loop's promises.
+
+Exact resume, updates that ignore how samples were split, schedule, skipped steps.
+"""
 
 import json
 import os
@@ -24,7 +27,7 @@ from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop
 from spec.train.drafter import make_draft
 from spec.train.loop import Run, make_run, train, train_step
-from spec.train.material import Material, gather_material
+from spec.train.material import gather_material
 
 STEPS = 6
 
@@ -36,7 +39,9 @@ def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(tiny_config())
     tokenizer = tiny_tokenizer()
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -51,7 +56,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(24):
             prompt, answer = draw.randrange(3, 20), draw.randrange(2, 30)
             ids = [draw.randrange(32, 127) for _ in range(prompt + answer)]
-            file.write(json.dumps({"id": f"r{i}", "prompt_ids": ids[:prompt], "output_ids": ids[prompt:]}) + "\n")
+            file.write(
+                json.dumps({"id": f"r{i}", "prompt_ids": ids[:prompt], "output_ids": ids[prompt:]})
+                + "\n"
+            )
     with (folder / "heldout.jsonl").open("w") as file:
         for text in ("write a", "write b"):
             file.write(json.dumps({"turns": [text]}) + "\n")
@@ -93,7 +101,10 @@ def assert_same_end(a: Path, b: Path) -> None:
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
     timings = {"seconds", "tokens_per_second", "blocks_per_second"}
     lines = [
-        [{k: v for k, v in json.loads(line).items() if k not in timings} for line in (out / "metrics.jsonl").open()]
+        [
+            {k: v for k, v in json.loads(line).items() if k not in timings}
+            for line in (out / "metrics.jsonl").open()
+        ]
         for out in (a, b)
     ]
     assert lines[0] == lines[1]
@@ -111,7 +122,12 @@ def made_run(recipe: Recipe, out: Path) -> Run:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_six_steps_equal_three_a_stop_and_three(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, dtype: str
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    dtype: str,
 ) -> None:
     options = (f"train.optimizer={optimizer}", f"train.dtype={dtype}")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -152,7 +168,9 @@ def test_the_update_does_not_depend_on_packing_or_accumulation(
         assert blocks == gradients[0][2]
 
 
-def test_the_last_step_has_the_schedules_last_rate(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_the_last_step_has_the_schedules_last_rate(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     train(recipe_of(target_dir, data, out, "train.warmup=0.5"))
     rates = [line["lr"] for line in map(json.loads, (out / "metrics.jsonl").open()) if "lr" in line]
@@ -191,7 +209,9 @@ def test_a_step_without_a_label_changes_nothing(
     assert torch.equal(run.masters.state_dict()["fc.weight"], before)
 
 
-def test_another_recipe_in_the_same_out_is_refused(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_another_recipe_in_the_same_out_is_refused(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     train(recipe_of(target_dir, data, out))
     with pytest.raises(ValueError, match="train.lr: 0.0006 then, 0.1 now"):
@@ -199,7 +219,9 @@ def test_another_recipe_in_the_same_out_is_refused(target_dir: Path, data: Path,
     train(recipe_of(target_dir, data, out, "train.lr=0.01"), resume=False)
 
 
-def test_a_run_leaves_what_it_promises_and_nothing_else(target_dir: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_what_it_promises_and_nothing_else(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     train(recipe_of(target_dir, data, out))
     assert {path.name for path in out.iterdir()} == {
@@ -211,11 +233,20 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(target_dir: Path, data: 
     }
     provenance = json.loads((out / "draft" / "spec.json").read_text())
     assert str(tmp_path) not in json.dumps(provenance["target"])
-    assert {p.name for p in (out / "draft").iterdir()} == {"config.json", "model.safetensors", "spec.json"}
+    assert {p.name for p in (out / "draft").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "spec.json",
+    }
 
 
 @pytest.mark.parametrize(
-    ("token", "message"), [(256, "pad, bos or a stop token"), (258, "pad, bos or a stop token"), (65, "occurs in the data")]
+    ("token", "message"),
+    [
+        (256, "pad, bos or a stop token"),
+        (258, "pad, bos or a stop token"),
+        (65, "occurs in the data"),
+    ],
 )
 def test_the_mask_token_must_be_free(
     target_dir: Path, data: Path, tmp_path: Path, token: int, message: str
@@ -228,8 +259,17 @@ def worker(recipe: Recipe) -> subprocess.Popen[bytes]:
     """`spec train` as a user runs it."""
     path = Path(recipe.out).with_suffix(".resolved.yaml")
     path.write_text(recipe.to_yaml())
-    command = [sys.executable, "-c", "from spec.cli.main import main; main()", "train", "--recipe", str(path)]
-    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command = [
+        sys.executable,
+        "-c",
+        "from spec.cli.main import main; main()",
+        "train",
+        "--recipe",
+        str(path),
+    ]
+    return subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
 
 
 @pytest.mark.slow
@@ -257,10 +297,18 @@ def test_killed_at_ten_moments_the_run_ends_the_same(
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on(target_dir: Path, data: Path, tmp_path: Path) -> None:
-    options = ("train.processes=2", "train.save_every=1000", "train.steps=2000", "train.eval_every=1000")
+    options = (
+        "train.processes=2",
+        "train.save_every=1000",
+        "train.steps=2000",
+        "train.eval_every=1000",
+    )
     out = tmp_path / "run"
     process = worker(recipe_of(target_dir, data, out, *options))
-    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < 3:
+    while (
+        not (out / "metrics.jsonl").exists()
+        or len((out / "metrics.jsonl").read_text().splitlines()) < 3
+    ):
         assert process.poll() is None
         time.sleep(0.1)
     process.terminate()
