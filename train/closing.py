@@ -1,4 +1,7 @@
-"""The end of a run: the best drafter measured against plain decoding, and against what costs nothing to train."""
+"""The end of a run.
+
+The best drafter measured against plain decoding, and against what costs nothing to train.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +19,10 @@ from .material import DTYPES, Material
 
 
 def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> dict[str, Any]:
-    """Write `out/report/` from `out/draft`; with eval.baselines also for an untrained drafter and n-gram lookup."""
+    """Write `out/report/` from `out/draft`.
+
+    With eval.baselines also for an untrained drafter and n-gram lookup.
+    """
     section = recipe.eval
     prompts = material.heldout[: section.final_prompts]
     dtype = DTYPES[recipe.train.dtype]
@@ -26,13 +32,17 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
         "batch_size": section.batch_size,
         "baseline": baseline,
     }
-    trained = NetworkDrafter(DFlashDraft.load(out / "draft", dtype=dtype, device=target.device), target)
+    trained = NetworkDrafter(
+        DFlashDraft.load(out / "draft", dtype=dtype, device=target.device), target
+    )
     report = evaluate(target, trained, prompts, draft_name="trained", **options)
     comparisons = []
     if section.baselines:
         fresh = make_draft(recipe.draft, target, recipe.train.seed).to(dtype).eval()
         comparisons = [
-            evaluate(target, NetworkDrafter(fresh, target), prompts, draft_name="untrained", **options),
+            evaluate(
+                target, NetworkDrafter(fresh, target), prompts, draft_name="untrained", **options
+            ),
             evaluate(
                 target,
                 NgramDrafter(trained.num_draft_tokens),
