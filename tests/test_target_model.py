@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from spec.target.capture import Capture
 from spec.target.head import load_head
 from spec.target.model import Target
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 120,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -40,8 +41,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-HEAD = {**SIZES, "head_dim": 8}
-MLA = {
+HEAD: dict[str, Any] = {**SIZES, "head_dim": 8}
+MLA: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -54,7 +55,7 @@ MLA = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
-VISION = {
+VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 6,  # as many as the text model: the search must not take the wrong tower
