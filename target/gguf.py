@@ -1,7 +1,7 @@
 """Convert a GGUF file once to a model directory that loads in under a second.
 
-transformers reads and dequantizes the file; what it leaves behind (the quantizer, the file's
-internal model name) is taken off, and the saved tokenizer is compared with the file's.
+transformers reads and dequantizes the file; its internal model name is taken off, and the saved
+tokenizer is compared with the file's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def convert_gguf(
     except Exception as error:  # the readers of tokenizers raise bare ones for a damaged file
         advice = "cannot be converted; give the model's safetensors instead"
         raise ValueError(refusal(source.name, advice, error)) from error
-    _forget_quantization(model)
     _check_special_ids(source.name, model, tokenizer)
     with atomic_directory(directory) as building, quiet_progress():
         model.save_pretrained(building)
@@ -106,21 +105,10 @@ def _check_magic(source: Path) -> None:
 
 
 def _dequantize() -> dict[str, Any]:
-    """transformers 5.24 may keep the weights packed unless told otherwise; 5.19 never does."""
+    """transformers 5.24 keeps or marks the weights as packed, which `save_pretrained` refuses, unless
+    told otherwise; 5.19 never does."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
-
-
-def _forget_quantization(model: PreTrainedModel) -> None:
-    """The weights are dequantized, but the marks that stay make `save_pretrained` refuse."""
-    for owner, name in (
-        (model, "hf_quantizer"),
-        (model, "quantization_method"),
-        (model, "is_quantized"),
-        (model.config, "quantization_config"),
-    ):
-        if name in vars(owner):
-            delattr(owner, name)
 
 
 def _check_special_ids(

@@ -25,6 +25,7 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+Q8 = gguf.GGMLQuantizationType.Q8_0
 HEADS = {"attn_q": 4, "attn_k": 2}
 
 
@@ -42,7 +43,13 @@ def original() -> LlamaForCausalLM:
         tie_word_embeddings=True,
         initializer_range=0.2,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.dim() == 2):
+            # Weights that the format holds exactly: what comes back must be equal.
+            blocks = gguf.quantize(parameter.numpy(), Q8)
+            parameter.copy_(torch.from_numpy(gguf.dequantize(blocks, Q8)))
+    return model
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -83,7 +90,11 @@ def _write(path: Path, model: LlamaForCausalLM, *, architecture: str = "llama") 
             weight = state[f"model.layers.{i}.{long}.weight"]
             if short in HEADS:
                 weight = _interleaved(weight, HEADS[short])
-            writer.add_tensor(f"blk.{i}.{short}.weight", weight)
+            name = f"blk.{i}.{short}.weight"
+            if weight.ndim == 2:
+                writer.add_tensor(name, gguf.quantize(weight, Q8), raw_dtype=Q8)
+            else:
+                writer.add_tensor(name, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

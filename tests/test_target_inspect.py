@@ -108,10 +108,9 @@ BY_DEFAULT = (
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}" + TURNS
 )
-FOLDED = (
-    "{% set s = messages[0]['content'] if messages|length > 1 else '' %}"
-    "<user>{{ s }}{{ messages[-1]['content'] }}"
-)
+SYSTEM = "{% set s = messages[0]['content'] if messages|length > 1 else '' %}"
+FOLDED = SYSTEM + "<system and user>{{ s }}{{ messages[-1]['content'] }}"
+BARE = SYSTEM + "<start>{{ s }}<user>{{ messages[-1]['content'] }}"
 REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURNS
 MARKED = (
     "{% for m in messages %}{%- generation -%}{{ m['content'] }}{%- endgeneration -%}{% endfor %}"
@@ -124,6 +123,7 @@ MARKED = (
         (TURNS, False, False),
         (BY_DEFAULT, True, False),
         (FOLDED, False, False),
+        (BARE, False, False),
         (REFUSING, False, False),
         (MARKED, False, True),
     ],
