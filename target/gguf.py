@@ -105,8 +105,8 @@ def _check_magic(source: Path) -> None:
 
 
 def _dequantize() -> dict[str, Any]:
-    """transformers 5.24 keeps or marks the weights as packed, which `save_pretrained` refuses, unless
-    told otherwise; 5.19 never does."""
+    """Unless told otherwise, transformers 5.24 keeps weights packed or marks them so, which
+    `save_pretrained` refuses; 5.19 never does."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
