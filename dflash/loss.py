@@ -25,12 +25,13 @@ ROWS = 512  # slots handled at once
 
 @dataclass(frozen=True)
 class Head:
-    """The target's output head: `logits = softcap(scale * (W h + bias))`."""
+    """The target's output head: `logits = softcap(scale * (W h + bias))`, or a sample of its rows (vocabulary.py)."""
 
     weight: Tensor  # [V, H], in the compute dtype
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
+    log_share: Tensor | None = None  # [V], log of how many rows each one stands for in the sum over the vocabulary
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,13 @@ def _logits(hidden: Tensor, tile: Tensor, head: Head, start: int) -> tuple[Tenso
         logits = logits + head.bias[start : start + len(tile)]
     if head.scale != 1.0:
         logits = logits * head.scale
-    if head.softcap is None:
-        return logits, None
-    squashed = torch.tanh(logits / head.softcap)
-    return squashed * head.softcap, 1 - squashed**2
+    slope = None
+    if head.softcap is not None:
+        squashed = torch.tanh(logits / head.softcap)
+        logits, slope = squashed * head.softcap, 1 - squashed**2
+    if head.log_share is not None:
+        logits = logits + head.log_share[start : start + len(tile)]
+    return logits, slope
 
 
 def dpace_weights(label_probs_AD: Tensor, supervised_AD: Tensor, alpha: float) -> Tensor:

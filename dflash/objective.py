@@ -69,10 +69,12 @@ def sequence_loss(
     embedding: Tensor,
     head: Head,
     options: LossOptions,
+    row_of_label: Tensor | None = None,
 ) -> SequenceLoss:
     """Draft a block at each of anchors [A] (ascending) and score it.
 
-    Embedding [V, H] and head are the target's.
+    Embedding [V, H] and head are the target's. With a sampled head (vocabulary.py), row_of_label
+    [V] says which of its rows a token is.
     """
     blocks = make_blocks(
         sequence.input_ids,
@@ -92,11 +94,16 @@ def sequence_loss(
         anchors=anchors,
         groups=group_anchors(anchors.tolist(), blocks.starts_A.tolist(), _rows_per_anchor(draft)),
     )
-    return _score(hidden_AKH[:, 1:], blocks, sequence, head, options)
+    return _score(hidden_AKH[:, 1:], blocks, sequence, head, options, row_of_label)
 
 
 def _score(
-    hidden_ADH: Tensor, blocks: Blocks, sequence: PackedSequence, head: Head, options: LossOptions
+    hidden_ADH: Tensor,
+    blocks: Blocks,
+    sequence: PackedSequence,
+    head: Head,
+    options: LossOptions,
+    row_of_label: Tensor | None,
 ) -> SequenceLoss:
     kept = blocks.supervised_AD
     expected = None
@@ -107,7 +114,8 @@ def _score(
         # The row of the position before a slot speaks about the slot's token.
         before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
         expected = sequence.expected[before_AD[kept]]
-    slots = slot_loss(hidden_ADH[kept], head, blocks.labels_AD[kept], expected)
+    labels = blocks.labels_AD[kept]
+    slots = slot_loss(hidden_ADH[kept], head, labels if row_of_label is None else row_of_label[labels], expected)
     has_slots_A = kept.any(1)
     if options.weighting == "dpace":
         probs_AD = torch.zeros_like(kept, dtype=torch.float32)

@@ -116,6 +116,11 @@ class LossSection(Section):
     labels: Literal["hard", "soft"] = Field(
         "hard", description="soft: the target's distribution (KL), same cost"
     )
+    sampled_rows: int | None = Field(
+        None,
+        ge=0,
+        description="softmax over the data's own tokens and this many others, drawn each step; none: all",
+    )
 
 
 class TrainSection(Section):

@@ -17,9 +17,11 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor
 
+from ..data.loader import seeded
 from ..dflash.draft import DFlashDraft
 from ..dflash.loss import Head
 from ..dflash.objective import LossOptions, sequence_loss
+from ..dflash.vocabulary import SampledHead
 from ..recipes.schema import Recipe
 from ..target.model import Target
 from .checkpoint import TrainState, load_checkpoint, save_checkpoint
@@ -62,6 +64,7 @@ class Run:
     samples: Samples
     embedding: Tensor
     head: Head
+    sampled: SampledHead | None
     options: LossOptions
     state: TrainState
     stopping: bool = False
@@ -193,6 +196,9 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
     totals = torch.zeros(
         6, dtype=torch.float64
     )  # weight, loss, blocks, accepted, tokens, skipped slots
+    head = run.head
+    if run.sampled is not None:
+        head = run.sampled.draw(seeded("vocabulary", section.seed, state.step))
     first = state.step * section.batch_size
     for number in range(
         first + processes.process_index, first + section.batch_size, processes.num_processes
@@ -203,8 +209,9 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
             sample.sequence,
             anchors=sample.anchors,
             embedding=run.embedding,
-            head=run.head,
+            head=head,
             options=run.options,
+            row_of_label=None if run.sampled is None else run.sampled.row_of_label,
         )
         if out.num_slots > 0:
             out.loss.backward()
@@ -272,6 +279,7 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
         target.check_teacher(material.rows[0].input_ids[:64])
     masters = Masters(draft, dtype)
     draft.train()
+    head = target_head(target, dtype)
     return Run(
         recipe=recipe,
         draft=draft,
@@ -295,10 +303,25 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
             seed=section.seed,
         ),
         embedding=target.embedding.to(dtype),
-        head=target_head(target, dtype),
-        options=LossOptions(**recipe.loss.model_dump()),
+        head=head,
+        sampled=sampled_head(recipe, head, material),
+        options=LossOptions(**recipe.loss.model_dump(exclude={"sampled_rows"})),
         state=TrainState(),
     )
+
+
+def sampled_head(recipe: Recipe, head: Head, material: Material) -> SampledHead | None:
+    """The softmax over a part of the vocabulary, where the recipe asks for it: all labels and some of the rest."""
+    if recipe.loss.sampled_rows is None:
+        return None
+    labels = {
+        token
+        for row in material.rows
+        for token, generated in zip(row.input_ids, row.loss_mask, strict=True)
+        if generated
+    }
+    kept = torch.tensor(sorted(labels), device=head.weight.device)
+    return SampledHead(head, kept, recipe.loss.sampled_rows)
 
 
 def check_mask_token(mask: int, target: Target, material: Material) -> None:

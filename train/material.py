@@ -112,7 +112,7 @@ def gather_material(
             "no row has two tokens in a row that the target generated: there is nothing to learn "
             "from"
         )
-    return Material(rows, _heldout(recipe, target), CacheReader(folder / "features"))
+    return Material(rows, _heldout(recipe, target), CacheReader(feature_folder(out, layer_ids)))
 
 
 def _answer(
@@ -170,6 +170,11 @@ def _answer(
     if state.is_main_process:
         done.touch()
     state.wait_for_everyone()
+
+
+def feature_folder(out: Path, layer_ids: tuple[int, ...]) -> Path:
+    """Features of other layers are other features: each choice has its folder."""
+    return out / "data" / ("features-" + "-".join(map(str, layer_ids)))
 
 
 def _prompts(recipe: Recipe, split: Split) -> list[Prompt]:

@@ -32,8 +32,9 @@ def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | 
     """
     out = Path(recipe.out)
     saved = out / "recipe.yaml"
+    found = checkpoints(out / "checkpoints") if resume else []
     if saved.is_file():
-        _check_same(recipe, saved, resume=resume)
+        _check_same(recipe, saved, trained=bool(found))
     if main:
         out.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -44,24 +45,23 @@ def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | 
         out.mkdir(parents=True, exist_ok=True)
         with atomic_file(saved) as file:
             file.write(recipe.to_yaml().encode())
-    found = checkpoints(out / "checkpoints") if resume else []
     return out, found[-1] if found else None
 
 
-def _check_same(recipe: Recipe, saved: Path, *, resume: bool) -> None:
+def _check_same(recipe: Recipe, saved: Path, *, trained: bool) -> None:
     old, new = _flat(yaml.safe_load(saved.read_text())), _flat(yaml.safe_load(recipe.to_yaml()))
     watched = [
         key
         for key in sorted({*old, *new})
         if key not in FREE_KEYS and not key.startswith(FREE_PREFIXES)
     ]
-    if not resume:
-        # The training starts over; only what the rows were made with has to agree.
+    if not trained:
+        # Training starts from the beginning; only what the rows were made with has to agree.
         watched = [key for key in watched if key.startswith(("target.", "data."))]
     changed = [key for key in watched if old.get(key) != new.get(key)]
     if changed:
         what = "; ".join(f"{key}: {old.get(key)} then, {new.get(key)} now" for key in changed[:5])
-        hint = "use another `out`" + (" or --no-resume" if resume else "")
+        hint = "use another `out`" + (" or --no-resume" if trained else "")
         raise ValueError(f"{saved.parent} holds a run of another recipe ({what}): {hint}")
 
 
