@@ -25,13 +25,15 @@ ROWS = 512  # slots handled at once
 
 @dataclass(frozen=True)
 class Head:
-    """The target's output head: `logits = softcap(scale * (W h + bias))`, or a sample of its rows (vocabulary.py)."""
+    """The target's head, `logits = softcap(scale * (W h + bias))`, or a sample of its rows."""
 
     weight: Tensor  # [V, H], in the compute dtype
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    log_share: Tensor | None = None  # [V], log of how many rows each one stands for in the sum over the vocabulary
+    log_share: Tensor | None = (
+        None  # [V], log of how many rows each one stands for in the sum over the vocabulary
+    )
 
 
 @dataclass(frozen=True)

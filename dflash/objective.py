@@ -115,7 +115,9 @@ def _score(
         before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
         expected = sequence.expected[before_AD[kept]]
     labels = blocks.labels_AD[kept]
-    slots = slot_loss(hidden_ADH[kept], head, labels if row_of_label is None else row_of_label[labels], expected)
+    slots = slot_loss(
+        hidden_ADH[kept], head, labels if row_of_label is None else row_of_label[labels], expected
+    )
     has_slots_A = kept.any(1)
     if options.weighting == "dpace":
         probs_AD = torch.zeros_like(kept, dtype=torch.float32)

@@ -1,8 +1,9 @@
 """A sampled head: the whole vocabulary's softmax at the price of a part of it.
 
-All rows that can be a label stay; of the others a few are drawn anew each step, and each drawn one stands for its share of them in the sum
-under the softmax (its logit gets `log(left out / drawn)`). That sum is then right on average, so every token of the vocabulary is pushed down
-in turn; dropping the rare ones instead would let the deployed full head propose tokens that were never trained against.
+All rows that can be a label stay; of the others a few are drawn anew each step, and each drawn one
+stands for its share of them in the sum under the softmax (its logit gets `log(others / drawn)`).
+That sum is then right on average, so every token of the vocabulary is pushed down in turn; dropping
+the rare ones instead would let the deployed full head propose tokens never trained against.
 """
 
 import math

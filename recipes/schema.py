@@ -119,7 +119,7 @@ class LossSection(Section):
     sampled_rows: int | None = Field(
         None,
         ge=0,
-        description="softmax over the data's own tokens and this many others, drawn each step; none: all",
+        description="softmax over the data's own tokens and so many drawn others; none: all",
     )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from spec.dflash import loss as loss_module
 from spec.dflash.block import position_weights
 from spec.dflash.loss import Head, dpace_weights, expected_row, slot_loss
+from spec.dflash.vocabulary import SampledHead
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +106,35 @@ def test_dpace_by_hand() -> None:
 def test_position_weights_decay() -> None:
     torch.testing.assert_close(position_weights(3, 2.0), torch.tensor([1.0, 0.6065307, 0.3678794]))
     assert torch.equal(position_weights(3, None), torch.ones(3))
+
+
+def test_a_sampled_head_is_the_full_one_when_all_rows_are_drawn() -> None:
+    hidden, head, labels = toy()
+    sampled = SampledHead(head, labels.unique(), 33)
+    got = slot_loss(hidden, sampled.draw(torch.Generator()), sampled.row_of_label[labels])
+    torch.testing.assert_close(got.nll, slot_loss(hidden, head, labels).nll)
+
+
+def test_a_sampled_heads_sum_is_right_on_average() -> None:
+    """exp(nll) is the sum over the vocabulary, up to a factor that no draw changes."""
+    hidden, head, labels = toy(scale=0.5)
+    sampled = SampledHead(head, labels.unique(), 6)
+    generator = torch.Generator().manual_seed(0)
+    rows = sampled.row_of_label[labels]
+    sums = [
+        slot_loss(hidden, sampled.draw(generator), rows).nll.detach().exp() for _ in range(4000)
+    ]
+    torch.testing.assert_close(
+        torch.stack(sums).mean(0), slot_loss(hidden, head, labels).nll.exp(), rtol=0.05, atol=0.0
+    )
+
+
+def test_a_sampled_head_keeps_every_label_and_draws_each_other_row_at_times() -> None:
+    _, head, labels = toy()
+    sampled = SampledHead(head, labels.unique(), 3)
+    seen: set[float] = set()
+    for seed in range(60):
+        drawn = sampled.draw(torch.Generator().manual_seed(seed))
+        assert torch.equal(drawn.weight[sampled.row_of_label[labels]], head.weight[labels])
+        seen |= set(drawn.weight[:, 0].tolist())
+    assert seen == set(head.weight[:, 0].tolist())

@@ -311,7 +311,7 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
 
 
 def sampled_head(recipe: Recipe, head: Head, material: Material) -> SampledHead | None:
-    """The softmax over a part of the vocabulary, where the recipe asks for it: all labels and some of the rest."""
+    """The softmax over a part of the vocabulary: all labels and some of the rest, if asked for."""
     if recipe.loss.sampled_rows is None:
         return None
     labels = {
