@@ -26,7 +26,8 @@ from spec.target.model import Target
 from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop
 from spec.train.drafter import make_draft
-from spec.train.loop import Run, make_run, train, train_step
+from spec.train.loop import train
+from spec.train.step import Run, make_run, train_step
 from spec.train.material import gather_material
 
 STEPS = 6

@@ -27,6 +27,7 @@ class TrainState:
 
     step: int = 0
     seconds: float = 0.0  # of training, over all its sessions
+    cpu_seconds: float = 0.0  # of all processes, the making of the data included
     best_acceptance: float = 0.0
     best_step: int = -1
     last_acceptance: float | None = None

@@ -4,6 +4,7 @@ Shaped by the recipe and the target, random, copied from target layers, or a war
 """
 
 import torch
+from torch import Tensor, nn
 
 from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
@@ -14,6 +15,7 @@ from ..target.inspect import suggest_mask_token
 from ..target.model import Target
 
 INIT_STD = 0.02
+FC_NOISE = 0.1  # share of the random `fc` that stays beside the passed-through feature
 
 
 def make_config(section: DraftSection, target: Target) -> DFlashConfig:
@@ -76,10 +78,40 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
             if isinstance(module, torch.nn.Linear):
                 torch.nn.init.normal_(module.weight, std=INIT_STD)
     if section.init == "target":
-        last = [dict(layer.state_dict()) for layer in target.layers][-config.num_hidden_layers :]
-        if not copy_layers(draft, last):
-            raise ValueError(
-                f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use "
-                "init=random"
-            )
+        copy_from_target(draft, target)
     return draft.to(target.device)
+
+
+@torch.no_grad()
+def copy_from_target(draft: DFlashDraft, target: Target) -> None:
+    """Start as the target's last layers: their weights, its final norm, `fc` passing one feature.
+
+    With the deepest feature passed through, the first draft layer's context keys are nearly those
+    of the target layer it was copied from.
+    """
+    last = list(target.layers)[-draft.config.num_hidden_layers :]
+    if not copy_layers(draft, [layer_state(layer) for layer in last]):
+        raise ValueError(
+            f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use "
+            "init=random"
+        )
+    draft.norm.weight.copy_(norm_weight(target.final_norm, target.hidden_size))
+    size = draft.config.hidden_size
+    draft.fc.weight.mul_(FC_NOISE)
+    draft.fc.weight[:, -size:] += torch.eye(size)
+
+
+def layer_state(layer: nn.Module) -> dict[str, Tensor]:
+    """A target layer under the drafter's names; a norm as the factor it really applies."""
+    state = {name: value.detach() for name, value in layer.state_dict().items()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        norm = getattr(layer, name, None)
+        if norm is not None:
+            state[f"{name}.weight"] = norm_weight(norm, len(norm.weight))
+    return state
+
+
+def norm_weight(norm: nn.Module, size: int) -> Tensor:
+    """What an RMSNorm multiplies by: its weight, or one plus it, seen on a vector of ones."""
+    weight = next(norm.parameters())
+    return norm(torch.ones(1, size, dtype=weight.dtype, device=weight.device))[0].float()

@@ -4,11 +4,14 @@ The target, the rows, the held-out prompts; made once under `out` and found agai
 """
 
 import hashlib
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from accelerate import PartialState
+from huggingface_hub import constants, try_to_load_from_cache
 
 from ..data.cache import CacheReader, CacheWriter, check_disk, estimate_bytes
 from ..data.conversations import prepare
@@ -60,22 +63,20 @@ def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
 
 
 def _reachable(path: str | None) -> bool:
-    """Whether the named target is here.
-
-    A local path, or a hub id whose config is cached or can be fetched.
-    """
+    """Whether the named target is here: a local path, a cached hub id, or a hub that answers."""
     if path is None:
         return False
-    if Path(path).exists():
+    if Path(path).exists() or isinstance(try_to_load_from_cache(path, "config.json"), str):
         return True
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        hf_hub_download(path, "config.json", etag_timeout=3)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+    if constants.HF_HUB_OFFLINE:
         return False
-    return True
+    # The hub's own client would try for half a minute and print each failure.
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        with socket.create_connection((hub.hostname or "", hub.port or 443), timeout=3):
+            return True
+    except OSError:
+        return False
 
 
 def gather_material(

@@ -75,24 +75,21 @@ def measure(
     return Measured(result.acceptance_length or 1.0, result.acceptance_length_ci95 or (1.0, 1.0))
 
 
-def keep_best(
-    draft: DFlashDraft,
-    state: TrainState,
-    tau: float,
-    recipe: Recipe,
-    out: Path,
-    target: Target,
-    *,
-    main: bool,
+def keep_best(state: TrainState, tau: Measured) -> bool:
+    """Note a measurement in the state; whether it is the best so far."""
+    state.last_acceptance = tau.acceptance_length
+    if tau.acceptance_length <= state.best_acceptance:
+        return False
+    state.best_acceptance, state.best_step = tau.acceptance_length, state.step
+    return True
+
+
+def save_draft(
+    draft: DFlashDraft, state: TrainState, recipe: Recipe, out: Path, target: Target
 ) -> None:
-    """Write `out/draft` when the drafter is the best so far."""
-    state.last_acceptance = tau
-    if tau <= state.best_acceptance:
-        return
-    state.best_acceptance, state.best_step = tau, state.step
-    if main:
-        draft.save(out / "draft")
-        write_provenance(out, recipe, target, state)
+    """Write `out/draft`, ready to load, with its provenance."""
+    draft.save(out / "draft")
+    write_provenance(out, recipe, target, state)
 
 
 def write_provenance(out: Path, recipe: Recipe, target: Target, state: TrainState) -> None:

@@ -77,7 +77,7 @@ def make_optimizers(
     taken = {id(m) for m in matrices}
     rest = [m for m in masters.masters if id(m) not in taken]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay, foreach=True)
+        torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     ]
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay))

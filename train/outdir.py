@@ -33,16 +33,13 @@ def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | 
     out = Path(recipe.out)
     saved = out / "recipe.yaml"
     found = checkpoints(out / "checkpoints") if resume else []
-    if saved.is_file():
+    if saved.is_file() and (found or (out / "data").exists()):
         _check_same(recipe, saved, trained=bool(found))
     if main:
         out.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            for name in MADE_BY_TRAINING:
-                path = out / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    if main or not saved.is_file():
-        out.mkdir(parents=True, exist_ok=True)
+        for name in () if resume else MADE_BY_TRAINING:
+            path = out / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         with atomic_file(saved) as file:
             file.write(recipe.to_yaml().encode())
     return out, found[-1] if found else None
