@@ -4,8 +4,8 @@
 
 Reads the held-out measurements that runs of `spec train` left in `metrics.jsonl`. CPU-seconds are
 those of all processes of a run, the generation of its data included. A run measures along its way
-when `train.eval_every` says so; points before its end are taken at a learning rate that has not come
-down yet, so a short run ends above the same moment of a long one.
+when `train.eval_every` says so; points before its end are taken at a learning rate that has not
+come down yet, so a short run ends above the same moment of a long one.
 """
 
 import argparse

@@ -9,7 +9,6 @@ position. Rows whose features are missing are recomputed, so a lost shard costs 
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .rows import Row
 
 SHARD_BYTES = 64 << 20
 FLOAT8_MAX = 448.0  # largest finite e4m3
@@ -64,6 +65,10 @@ class CacheWriter:
         self._name, self._next = name, max(taken, default=-1) + 1
         self._pending: dict[str, Tensor] = {}
         self._bytes = 0
+
+    def add_row(self, row: Row, context: Tensor, expected: Tensor | None) -> None:
+        """`add` in the form that regeneration calls."""
+        self.add(row.id, context, expected)
 
     def add(self, row_id: str, context: Tensor, expected: Tensor | None) -> None:
         """context [L, n*H]; expected [L, H], whose leading zero rows are not stored."""
@@ -135,8 +140,3 @@ class CacheReader:
 
     def _get(self, key: str) -> Tensor:
         return self._files[self._where[key]].get_tensor(key)
-
-
-def missing(reader: CacheReader, row_ids: Sequence[str]) -> int:
-    """How many rows are not in the cache."""
-    return sum(row_id not in reader for row_id in row_ids)

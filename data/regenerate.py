@@ -28,6 +28,7 @@ from .prompts import Prompt, encode_prompt
 from .rows import Row, read_rows, row_to_object
 
 PROGRESS_SECONDS = 5.0
+MIN_UNFINISHED = 8  # tokens from which an answer cut by the deadline is worth a row
 
 # Called with each new row before it is stored, its context features [L, n*H] and the target's
 # expected head rows [L, H] (None unless asked for). L is one less than the row: its last token is
@@ -71,8 +72,8 @@ def regenerate(
     """Appends a row for every prompt that has none in `out` (.jsonl), in the order they finish.
 
     A row is the prompt's ids and the generated ones, mask 1 on the latter, the stop token included.
-    With `on_features`, `layer_ids` says which features it gets. After `deadline_seconds` the
-    unfinished answers are dropped and left for the next call. `progress` takes a line every few
+    With `on_features`, `layer_ids` says which features it gets. After `deadline_seconds` no answer
+    is begun and the unfinished ones are kept as far as they came. `progress` takes a line every few
     seconds (default: stderr). A sampled answer depends on its prompt's place among those of the
     call: at temperature 0 a resumed run gives the same rows, above it other samples.
 
@@ -99,8 +100,11 @@ def regenerate(
             layer_ids=layer_ids if on_features is not None else None,
             expected=expected and on_features is not None,
             deadline=None if deadline_seconds is None else started + deadline_seconds,
+            keep_unfinished=deadline_seconds is not None,
         ):
             prompt, prompt_ids = todo[answer.index]
+            if len(answer.output_ids) < MIN_UNFINISHED and answer.finish_reason == "deadline":
+                continue
             row = _row(prompt, prompt_ids, answer.output_ids)
             if on_features is not None:
                 assert answer.context is not None

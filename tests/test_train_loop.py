@@ -27,8 +27,8 @@ from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop
 from spec.train.drafter import make_draft
 from spec.train.loop import train
-from spec.train.step import Run, make_run, train_step
 from spec.train.material import gather_material
+from spec.train.step import Run, make_run, train_step
 
 STEPS = 6
 
@@ -100,7 +100,7 @@ def assert_same_end(a: Path, b: Path) -> None:
     left, right = final_state(a), final_state(b)
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-    timings = {"seconds", "tokens_per_second", "blocks_per_second"}
+    timings = {"seconds", "cpu_seconds", "tokens_per_second", "blocks_per_second"}
     lines = [
         [
             {k: v for k, v in json.loads(line).items() if k not in timings}
@@ -239,6 +239,43 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(
         "model.safetensors",
         "spec.json",
     }
+
+
+def test_cached_features_are_used_and_say_what_capture_says(
+    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        "data.rows=[]",
+        "data.prompts=[tiny]",
+        "data.max_prompts=6",
+        "data.max_new_tokens=12",
+    )
+    options += ("loss.labels=soft", "loss.sampled_rows=50", "train.seq_length=300")
+    runs = {}
+    for features in ("cache", "recompute"):
+        out = tmp_path / features
+        runs[features] = made_run(
+            recipe_of(target_dir, data, out, *options, f"data.features={features}"), out
+        )
+    for number in range(len(runs["cache"].samples.packs)):
+        want = runs["recompute"].samples[number].sequence
+        with monkeypatch.context() as patch:
+            patch.setattr("spec.train.samples.capture", None)
+            got = runs["cache"].samples[number].sequence
+        assert torch.equal(got.input_ids, want.input_ids)
+        # The cache holds bfloat16, and nothing for a row's last token, which no block ever sees.
+        inner = torch.arange(len(got.ends)) < got.ends - 1
+        torch.testing.assert_close(
+            got.features[inner].float(), want.features[inner], atol=0.02, rtol=0.01
+        )
+        teaches = inner & torch.cat([want.loss_mask[1:], want.loss_mask[:1]])
+        assert got.expected is not None
+        assert want.expected is not None
+        torch.testing.assert_close(
+            got.expected[teaches].float(), want.expected[teaches], atol=0.02, rtol=0.01
+        )
+        assert not want.expected[~teaches].any()
+    assert train_step(runs["cache"], 1.0, PartialState(cpu=True), elapsed=0.0).applied
 
 
 @pytest.mark.parametrize(

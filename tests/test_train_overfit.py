@@ -18,8 +18,8 @@ from spec.target.generate import generate
 from spec.target.model import Target
 from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train.drafter import make_draft
-from spec.train.step import make_run, train_step
 from spec.train.material import Material
+from spec.train.step import make_run, train_step
 
 BLOCK = 8
 ROUNDS = 8

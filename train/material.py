@@ -5,6 +5,7 @@ The target, the rows, the held-out prompts; made once under `out` and found agai
 
 import hashlib
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -52,14 +53,19 @@ def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
         elif section.gguf_package is not None and not _reachable(section.path):
             convert_gguf(find_packaged_gguf(section.gguf_package), own, dtype=DTYPES[section.dtype])
     state.wait_for_everyone()
-    path = own if (own / "config.json").exists() else section.path
+    made = (own / "config.json").exists()
+    path = own if made else section.path
     assert path is not None
-    return Target.load(
+    target = Target.load(
         path,
         dtype=DTYPES[section.dtype],
         device=recipe.train.device,
         trust_remote_code=section.trust_remote_code,
     )
+    if made:
+        # Its directory is called `target` in every run; reports should say which model it is.
+        target.name = section.make or section.path or section.gguf_package or target.name
+    return target
 
 
 def _reachable(path: str | None) -> bool:
@@ -124,31 +130,17 @@ def _answer(
     layer_ids: tuple[int, ...],
     state: PartialState,
 ) -> None:
-    """Let the target answer this process's share of the prompts, keeping features where the recipe
-    wants them.
-    """
+    """Let the target answer this process's share of the prompts, features kept where wanted."""
     data, folder = recipe.data, out / "data"
-    done = (
-        folder / "answers.done"
-    )  # a stop between answering and training must not answer for another `minutes`
+    # A stop between answering and training must not answer for another `data.minutes`.
+    done = folder / "answers.done"
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    soft = recipe.loss.labels == "soft"
-    writer = None
+    keep = None
     if data.features == "cache":
-        tokens = len(prompts) * data.max_new_tokens
-        width = len(layer_ids) * target.hidden_size
-        size = estimate_bytes(tokens, width, target.hidden_size, data.cache_dtype, soft=soft)
-        if state.is_main_process:
-            print(
-                f"feature cache: at most {size / 1e9:.2f} GB for {len(prompts)} prompts", flush=True
-            )
-            if data.minutes is None:
-                check_disk(folder, size)
-        writer = CacheWriter(
-            folder / "features", f"features-{state.process_index}", data.cache_dtype
-        )
+        writer = _cache_writer(recipe, out, target, prompts, layer_ids, state)
+        keep = writer.add_row
     regenerate(
         target,
         prompts[state.process_index :: state.num_processes],
@@ -158,19 +150,44 @@ def _answer(
         temperature=data.temperature,
         seed=recipe.train.seed,
         deadline_seconds=None if data.minutes is None else data.minutes * 60,
-        layer_ids=layer_ids if writer else None,
-        expected=soft,
-        on_features=None
-        if writer is None
-        else lambda row, context, rows: writer.add(row.id, context, rows),
+        layer_ids=layer_ids if keep else None,
+        expected=recipe.loss.labels == "soft",
+        on_features=keep,
         progress=None if state.is_main_process else lambda line: None,
     )
-    if writer is not None:
+    if data.features == "cache":
         writer.flush()
     state.wait_for_everyone()
     if state.is_main_process:
         done.touch()
     state.wait_for_everyone()
+
+
+def _cache_writer(
+    recipe: Recipe,
+    out: Path,
+    target: Target,
+    prompts: list[Prompt],
+    layer_ids: tuple[int, ...],
+    state: PartialState,
+) -> CacheWriter:
+    """This process's writer; the main one says what the cache takes and looks at the disk."""
+    data, folder = recipe.data, feature_folder(out, layer_ids)
+    if state.is_main_process:
+        sizes = {
+            "num_features": len(layer_ids) * target.hidden_size,
+            "hidden_size": target.hidden_size,
+            "dtype": data.cache_dtype,
+            "soft": recipe.loss.labels == "soft",
+        }
+        print(f"feature cache: {estimate_bytes(1, **sizes)} bytes a token", file=sys.stderr)
+        if data.minutes is None:
+            tokenizer = target.require_tokenizer()
+            tokens = sum(len(encode_prompt(p, tokenizer)) + data.max_new_tokens for p in prompts)
+            size = estimate_bytes(tokens, **sizes)
+            print(f"feature cache: at most {size / 1e9:.2f} GB in all", file=sys.stderr)
+            check_disk(folder, size)
+    return CacheWriter(folder, f"part-{state.process_index}", data.cache_dtype)
 
 
 def feature_folder(out: Path, layer_ids: tuple[int, ...]) -> Path:
