@@ -364,3 +364,16 @@ def test_two_processes_learn_what_one_learns(target_dir: Path, data: Path, tmp_p
     left, right = final_state(one), final_state(two)
     for name, value in left.items():
         torch.testing.assert_close(right[name], value, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_wandb_offline_gets_the_metrics_and_stays_under_out(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    recipe = recipe_of(target_dir, data, out, "wandb.project=test", "wandb.mode=offline")
+    assert worker(recipe).wait() == 0
+    recorded = list((out / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(recorded) == 1
+    assert recorded[0].stat().st_size > 1000
+    assert not Path("wandb").exists()
