@@ -150,7 +150,7 @@ def main() -> None:
         expected=torch.randn(S, config.hidden_size).to(dtype) if args.labels == "soft" else None,
     )
     anchors = torch.randperm(S - args.block)[: args.anchors].sort().values
-    options = LossOptions(labels=args.labels)
+    options = LossOptions(weighting="decay", gamma=4.0, alpha=0.5, labels=args.labels)
 
     def step() -> int:
         out = sequence_loss(

@@ -11,7 +11,7 @@ from ..target.model import Target
 from ..train.material import BUILT_IN, DTYPES, built_in_prompts
 
 NGRAM = "ngram"  # the drafter that copies from the text so far; it has no directory
-SEED = 0  # of the built-in sources: the split of a recipe with the same seed
+SEED = 0  # of the built-in sources: the order of a recipe with the same seed
 
 
 def read_sources(sources: list[str], split: Split, limit: int | None) -> list[Prompt]:
@@ -40,7 +40,11 @@ def load_drafter(path: str, target: Target, num_draft_tokens: int) -> Drafter:
 
 def drafter_name(path: str) -> str:
     """What reports call a drafter: never the path on this machine."""
-    return path if path == NGRAM else Path(path).resolve().name
+    if path == NGRAM:
+        return path
+    folder = Path(path).resolve()
+    # A run's drafter is always called `draft`: the run says more.
+    return f"{folder.parent.name}/{folder.name}" if folder.name == "draft" else folder.name
 
 
 def algorithm_of(path: str) -> str:

@@ -228,6 +228,7 @@ def evaluate(
             draft_name=drafter_name(path),
             algorithm=algorithm_of(path),
             baseline=baseline,
+            room=max(each.num_draft_tokens for each in drafters),
         )
         for path, drafter in zip(draft, drafters, strict=True)
     ]

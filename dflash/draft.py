@@ -150,9 +150,9 @@ class DFlashDraft(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        inverse, self.rope_scale = rope_frequencies(config)
-        self.rope_inverse: Tensor
-        self.register_buffer("rope_inverse", inverse, persistent=False)
+        # Neither parameter nor buffer: `.to(bfloat16)` would round the frequencies, and positions a
+        # few hundred tokens on would be rotated by another angle than the loaded drafter's.
+        self.rope_inverse, self.rope_scale = rope_frequencies(config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,7 +166,9 @@ class DFlashDraft(nn.Module):
         """cos and sin [..., 1, head_dim] at integer positions [...], computed in float32 and cast
         to the draft's dtype.
         """
-        angles = positions[..., None].float() * self.rope_inverse.float()
+        if self.rope_inverse.device != positions.device:
+            self.rope_inverse = self.rope_inverse.to(positions.device)
+        angles = positions[..., None].float() * self.rope_inverse
         table = torch.cat([angles, angles], dim=-1)[..., None, :]
         return (table.cos() * self.rope_scale).to(self.dtype), (table.sin() * self.rope_scale).to(
             self.dtype
@@ -334,7 +336,6 @@ class DFlashDraft(nn.Module):
         draft.load_state_dict(
             {name: value.to(device, kept) for name, value in tensors.items()}, assign=True
         )
-        draft.rope_inverse = rope_frequencies(config)[0].to(device)
         return draft.eval()
 
 

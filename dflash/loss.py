@@ -54,13 +54,19 @@ def slot_loss(
     Soft labels need a head without soft-capping (ValueError): there the expected row does not
     determine the loss.
     """
-    if expected is not None and (head.softcap is not None or head.bias is not None):
+    if expected is not None:
+        check_soft_labels(head)
+    nll, logprob, hit = _HeadCrossEntropy.apply(hidden, head, labels, expected)
+    return SlotLoss(nll, logprob, hit)
+
+
+def check_soft_labels(head: Head) -> None:
+    """ValueError where the teacher's expected row does not determine the soft-label loss."""
+    if head.softcap is not None or head.bias is not None:
         raise ValueError(
             "soft labels need a head without soft-capping and bias; use loss.labels=hard for this "
             "target"
         )
-    nll, logprob, hit = _HeadCrossEntropy.apply(hidden, head, labels, expected)
-    return SlotLoss(nll, logprob, hit)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):

@@ -34,15 +34,12 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class LossOptions:
-    """`weighting` decay.
+    """How slots are weighted and what they learn from; the recipe holds the defaults."""
 
-    `exp(-(k-1)/gamma)`; dpace: by the drafter's own survival. `labels` soft: KL to the target.
-    """
-
-    weighting: Literal["decay", "dpace"] = "decay"
-    gamma: float | None = 4.0
-    alpha: float = 0.5
-    labels: Literal["hard", "soft"] = "hard"
+    weighting: Literal["decay", "dpace"]  # exp(-(k-1)/gamma), or the drafter's own survival
+    gamma: float | None  # of decay; None: all ones
+    alpha: float  # of D-PACE: how far the confidence is smoothed towards 1
+    labels: Literal["hard", "soft"]  # soft: KL to the target's distribution
 
 
 @dataclass(frozen=True)

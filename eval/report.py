@@ -61,17 +61,20 @@ def evaluate(
     draft_name: str,
     algorithm: str = "dflash",
     baseline: Baseline | None = None,
+    room: int | None = None,
     progress: bool = True,
 ) -> Report:
     """The acceptance report of a drafter (DESIGN section 7); groups are the prompts' tags.
 
     `baseline` holds the plain runs by group: those found there are used again and those that are
-    missing are measured and added, so several drafters can share one. A bar shows on stderr where
-    that is a terminal.
+    missing are measured and added, so several drafters can share one; `room` is then the largest
+    num_draft_tokens of them, since a prompt has to leave place for any drafter's last block. A bar
+    shows on stderr where that is a terminal.
 
     Raises ValueError where no prompt fits.
     """
-    groups, skipped = _encode(target, drafter, prompts, max_new_tokens)
+    room = drafter.num_draft_tokens if room is None else room
+    groups, skipped = _encode(target, prompts, max_new_tokens + room)
     baseline = {} if baseline is None else baseline
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     shortest = min((ids for group in groups.values() for ids in group), key=len)
@@ -143,12 +146,11 @@ def write_report(
 
 
 def _encode(
-    target: Target, drafter: Drafter, prompts: Sequence[Prompt], max_new_tokens: int
+    target: Target, prompts: Sequence[Prompt], needed: int
 ) -> tuple[dict[str, list[list[int]]], Counter[str]]:
     """Ids of the prompts that fit, by group in order of name; the others counted by reason."""
     tokenizer = target.require_tokenizer()
     limit = max_positions(target)
-    needed = max_new_tokens + drafter.num_draft_tokens
     groups: dict[str, list[list[int]]] = {}
     skipped: Counter[str] = Counter()
     for prompt in prompts:

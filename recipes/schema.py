@@ -90,7 +90,6 @@ class DataSection(Section):
 class DraftSection(Section):
     """The drafter's shape. What is left out follows the target."""
 
-    algorithm: Literal["dflash"] = "dflash"
     num_layers: int = Field(5, gt=0)
     block_size: int = Field(16, ge=2, description="input positions of a block, anchor included")
     num_features: int = Field(
@@ -172,7 +171,6 @@ class EvalSection(Section):
     final_prompts: int = Field(64, gt=0, description="held-out prompts of the closing report")
     max_new_tokens: int = Field(128, gt=0)
     batch_size: int = Field(16, gt=0)
-    dtype: Dtype | None = Field(None, description="none: the target's")
     baselines: bool = Field(
         True, description="also measure an untrained drafter and n-gram lookup at the end"
     )

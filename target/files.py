@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 
 from .gguf import cached_conversion
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+)--(?P<repo>[^/]+)/snapshots/[^/]+/?$")
 
 

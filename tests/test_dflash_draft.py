@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft, copy_layers, read_weights
+from spec.train.optim import Masters
 
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 
@@ -208,6 +209,22 @@ def test_rope_from_the_json_alone_equals_the_librarys(tmp_path: Path, rope: dict
     cos, sin = Qwen3RotaryEmbedding(engine)(torch.zeros(1), positions[None])
     torch.testing.assert_close(loaded.rope(positions)[0][:, 0], cos[0])
     torch.testing.assert_close(loaded.rope(positions)[1][:, 0], sin[0])
+
+
+@pytest.mark.parametrize("how", ["cast", "train"])
+def test_a_cast_drafter_rotates_as_the_loaded_one(tmp_path: Path, how: str) -> None:
+    """Frequencies rounded to bfloat16 would turn position 500 by most of a radian."""
+    draft = DFlashDraft(config(head_dim=64, rope_parameters=ROPE))
+    draft = draft.to(torch.bfloat16) if how == "cast" else draft
+    if how == "train":
+        Masters(draft, torch.bfloat16)
+    draft.save(tmp_path)
+    loaded = DFlashDraft.load(tmp_path)
+    positions = torch.arange(600)
+    for a, b in zip(draft.rope(positions), loaded.rope(positions), strict=True):
+        assert torch.equal(a, b)
+    exact = DFlashDraft(config(head_dim=64, rope_parameters=ROPE)).rope(positions)[0]
+    torch.testing.assert_close(draft.rope(positions)[0].float(), exact, atol=4e-3, rtol=0.0)
 
 
 def test_sharded_weights_are_read_through_the_index(saved: Path) -> None:

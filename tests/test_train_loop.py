@@ -233,7 +233,9 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(
         "report",
     }
     provenance = json.loads((out / "draft" / "spec.json").read_text())
-    assert str(tmp_path) not in json.dumps(provenance["target"])
+    assert str(tmp_path) not in json.dumps(provenance)
+    assert str(target_dir.parent) not in json.dumps(provenance)
+    assert str(data) not in json.dumps(provenance)
     assert {p.name for p in (out / "draft").iterdir()} == {
         "config.json",
         "model.safetensors",

@@ -68,7 +68,7 @@ def test_overfit_export_reload_decode(
     assert len(set(answer)) > 20
     row = Row("one", prompt + answer, [0] * len(prompt) + [1] * len(answer))
     made = recipe(labels, weighting)
-    material = Material([row], [Prompt("p", [], "t")], CacheReader(tmp_path))
+    material = Material([row], [Prompt("p", [], "t")], CacheReader(tmp_path), 0.0)
     run = make_run(made, target, make_draft(made.draft, target, 0), material)
     processes = PartialState(cpu=True)
     assert made.train.steps is not None

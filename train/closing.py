@@ -41,14 +41,18 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
         fresh = make_draft(recipe.draft, target, recipe.train.seed).to(dtype).eval()
         comparisons = [
             evaluate(
-                target, NetworkDrafter(fresh, target), prompts, draft_name="untrained", **options
+                target,
+                NetworkDrafter(fresh, target),
+                prompts,
+                draft_name="before training" if recipe.draft.init_from else "untrained",
+                **options,
             ),
             evaluate(
                 target,
                 NgramDrafter(trained.num_draft_tokens),
                 prompts,
-                draft_name="n-gram",
-                algorithm="n-gram",
+                draft_name="ngram",
+                algorithm="ngram",
                 **options,
             ),
         ]

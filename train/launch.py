@@ -16,8 +16,7 @@ def launched() -> bool:
 
 
 def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
-    """Run `recipe.train.processes` workers on this machine and wait; SIGTERM and SIGINT are passed
-    on.
+    """Run `recipe.train.processes` workers on this machine and wait; SIGTERM is passed on.
 
     Raises ValueError (the workers have said why) when one of them failed.
     """
@@ -35,10 +34,13 @@ def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
     ]
     # One thread a worker: two spinning pools on the same cores cost more than they bring.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
-    workers = subprocess.Popen(command, env=environment)
+    workers = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        workers.send_signal(number)
+        received.append(number)
+        workers.send_signal(signal.SIGTERM)  # Ctrl-C as well: the workers save and end
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -48,5 +50,7 @@ def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
             signal.signal(number, handler)
         if workers.poll() is None:
             workers.kill()
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
     if code not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
         raise ValueError(f"a training process failed (exit code {code}); its message is above")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from ..dflash.loss import check_soft_labels
 from ..recipes.schema import Recipe
 from ..target.model import Target
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -24,6 +25,7 @@ from .memory import keep_freed_memory
 from .optim import lr_scale
 from .outdir import open_out
 from .progress import Progress
+from .samples import target_head
 from .step import Run, StepResult, make_run, train_step
 
 MAX_SKIPPED = 50  # steps in a row without an update after which a run is beyond recovery
@@ -39,7 +41,7 @@ class Session:
     out: Path
     processes: PartialState
     progress: Progress | None
-    cpu_before: float  # CPU seconds of the sessions that came before
+    cpu_before: float  # CPU seconds of the data and of the sessions that came before
 
 
 def train(recipe: Recipe, *, resume: bool = True) -> Path:
@@ -55,6 +57,8 @@ def train(recipe: Recipe, *, resume: bool = True) -> Path:
     out, newest = open_out(recipe, resume=resume, main=processes.is_main_process)
     keep_freed_memory()
     target = open_target(recipe, out, processes)
+    if recipe.loss.labels == "soft":
+        check_soft_labels(target_head(target))
     draft = make_draft(recipe.draft, target, recipe.train.seed)
     material = gather_material(recipe, out, target, draft.config.target_layer_ids, processes)
     run = make_run(recipe, target, draft, material)
@@ -64,7 +68,9 @@ def train(recipe: Recipe, *, resume: bool = True) -> Path:
     if processes.is_main_process:
         progress = Progress(recipe, out, resumed_at=run.state.step)
         progress.say(describe(run, material))
-    session = Session(run, target, material, out, processes, progress, run.state.cpu_seconds)
+    cpu_before = run.state.cpu_seconds if newest is not None else material.cpu_seconds
+    run.cpu_start = time.process_time()
+    session = Session(run, target, material, out, processes, progress, cpu_before)
     with stop_on_signal(run):
         ended = _loop(session)
     if progress is not None:

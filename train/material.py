@@ -4,24 +4,32 @@ The target, the rows, the held-out prompts; made once under `out` and found agai
 """
 
 import hashlib
+import json
 import socket
 import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from huggingface_hub import constants, try_to_load_from_cache
 
 from ..data.cache import CacheReader, CacheWriter, check_disk, estimate_bytes
 from ..data.conversations import prepare
 from ..data.loader import seeded
+from ..data.messages import BadMessages
 from ..data.prompts import Prompt, encode_prompt, read_prompts
 from ..data.regenerate import regenerate
 from ..data.rows import Row, read_rows
 from ..data.stdlib import Split, stdlib_prompts
 from ..recipes.schema import Recipe
+from ..target.generate import max_positions
 from ..target.gguf import convert_gguf, find_packaged_gguf
 from ..target.model import Target
 from ..target.tiny import make_tiny_target, tiny_prompts
@@ -38,6 +46,7 @@ class Material:
     rows: list[Row]
     heldout: list[Prompt]
     cache: CacheReader
+    cpu_seconds: float  # that answering the prompts took, of all processes
 
 
 def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
@@ -109,17 +118,37 @@ def gather_material(
     if prompts:
         _answer(recipe, out, target, prompts, layer_ids, state)
         files += sorted(folder.glob("answers-*.jsonl"))
-    rows = [row for path in files for row in read_rows(path, target.vocab_size).rows]
+    rows = _checked([row for path in files for row in read_rows(path, target.vocab_size).rows])
     # One order whatever the processes' shares and speeds were.
-    rows = sorted(
-        (row for row in rows if len(row.input_ids) <= data.max_length), key=lambda row: row.id
-    )
+    kept = sorted((r for r in rows if len(r.input_ids) <= data.max_length), key=lambda row: row.id)
+    if len(kept) < len(rows) and state.is_main_process:
+        print(
+            f"data: {len(rows) - len(kept)} rows longer than data.max_length={data.max_length} "
+            "left out",
+            file=sys.stderr,
+        )
+    rows = kept
     if not any(row.num_supervised > 1 for row in rows):
         raise ValueError(
             "no row has two tokens in a row that the target generated: there is nothing to learn "
             "from"
         )
-    return Material(rows, _heldout(recipe, target), CacheReader(feature_folder(out, layer_ids)))
+    done = folder / "answers.done"
+    cpu_seconds = json.loads(done.read_text())["cpu_seconds"] if done.exists() else 0.0
+    cache = CacheReader(feature_folder(out, layer_ids))
+    return Material(rows, _heldout(recipe, target), cache, cpu_seconds)
+
+
+def _checked(rows: list[Row]) -> list[Row]:
+    """The rows; ValueError when two have one id: features are kept by id."""
+    counts = Counter(row.id for row in rows)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"{len(repeated)} row ids occur more than once over all sources of rows, first "
+            f"{repeated[0]!r}; give each row its own id"
+        )
+    return rows
 
 
 def _answer(
@@ -137,29 +166,34 @@ def _answer(
     if done.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    keep = None
+    prompts = list(_fitting(prompts, target, data.max_length - data.max_new_tokens, 0))
+    mine = folder / f"answers-{state.process_index}.jsonl"
+    # A stopped run may have had another number of processes, and so other shares.
+    others = [path for path in folder.glob("answers-*.jsonl") if path != mine]
+    answered = {row.id for path in others if path.stat().st_size for row in read_rows(path).rows}
+    writer = None
     if data.features == "cache":
         writer = _cache_writer(recipe, out, target, prompts, layer_ids, state)
-        keep = writer.add_row
     regenerate(
         target,
-        prompts[state.process_index :: state.num_processes],
-        folder / f"answers-{state.process_index}.jsonl",
+        [p for p in prompts[state.process_index :: state.num_processes] if p.id not in answered],
+        mine,
         max_new_tokens=data.max_new_tokens,
         batch_size=data.batch_size,
         temperature=data.temperature,
         seed=recipe.train.seed,
         deadline_seconds=None if data.minutes is None else data.minutes * 60,
-        layer_ids=layer_ids if keep else None,
+        layer_ids=layer_ids if writer else None,
         expected=recipe.loss.labels == "soft",
-        on_features=keep,
+        on_features=writer.add_row if writer else None,
         progress=None if state.is_main_process else lambda line: None,
     )
-    if data.features == "cache":
+    if writer is not None:
         writer.flush()
     state.wait_for_everyone()
+    cpu_seconds = sum(gather_object([time.process_time()]))
     if state.is_main_process:
-        done.touch()
+        done.write_text(json.dumps({"cpu_seconds": cpu_seconds}))
     state.wait_for_everyone()
 
 
@@ -210,10 +244,7 @@ def _prompts(recipe: Recipe, split: Split) -> list[Prompt]:
 def built_in_prompts(
     source: str, split: Split, seed: int, limit: int = TINY_PROMPTS
 ) -> list[Prompt]:
-    """`stdlib`.
-
-    Functions of the standard library; `tiny`: requests of the tiny target's grammar.
-    """
+    """Functions of the standard library, or requests in the tiny target's grammar."""
     if source == "stdlib":
         return stdlib_prompts(split, seed=seed)
     messages = tiny_prompts(split, seed=seed, limit=limit)
@@ -235,17 +266,36 @@ def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
             "measured on)"
         )
     order = torch.randperm(len(prompts), generator=seeded("heldout", recipe.train.seed)).tolist()
-    tokenizer = target.require_tokenizer()
-    limit = recipe.data.max_length
-    kept = [prompts[i] for i in order if len(encode_prompt(prompts[i], tokenizer)) <= limit]
-    return kept[: max(recipe.eval.prompts, recipe.eval.final_prompts)]
+    wanted = max(recipe.eval.prompts, recipe.eval.final_prompts)
+    # Room for the answer and for the last block of any drafter.
+    room = recipe.eval.max_new_tokens + recipe.draft.block_size
+    fitting = _fitting([prompts[i] for i in order], target, data.max_length, room)
+    kept = list(islice(fitting, wanted))
+    if not kept:
+        raise ValueError(
+            f"no held-out prompt of {len(prompts)} leaves room for {room} tokens of answer within "
+            f"{target.name}'s positions; shorten them or lower eval.max_new_tokens"
+        )
+    return kept
+
+
+def _fitting(
+    prompts: Iterable[Prompt], target: Target, max_length: int, room: int
+) -> Iterator[Prompt]:
+    """Prompts of at most max_length tokens that leave `room` in the target's positions."""
+    tokenizer, positions = target.require_tokenizer(), max_positions(target)
+    longest = max_length if positions is None else min(max_length, positions - room)
+    for prompt in prompts:
+        try:
+            fits = len(encode_prompt(prompt, tokenizer)) <= longest
+        except BadMessages:
+            fits = False
+        if fits:
+            yield prompt
 
 
 def target_revision(target: Target) -> str:
-    """Tells checkpoints of one name apart.
-
-    A hash of the config and of every weight file's name, size and header.
-    """
+    """A hash of the config and of every weight file's name, size and header."""
     digest = hashlib.sha256()
     for path in sorted([target.path / "config.json", *target.path.glob("*.safetensors")]):
         if path.is_file():

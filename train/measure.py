@@ -92,11 +92,21 @@ def save_draft(
     write_provenance(out, recipe, target, state)
 
 
+def _without_folders(value: Any) -> Any:
+    """Paths of this machine as bare names; hub ids stay."""
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    local = isinstance(value, str) and (value.startswith((".", "~", "/")) or Path(value).exists())
+    return Path(value).name if local else value
+
+
 def write_provenance(out: Path, recipe: Recipe, target: Target, state: TrainState) -> None:
     """`draft/spec.json`: what this drafter was made from. No paths."""
     manifests = sorted((out / "data").glob("*.manifest.json"))
     record = {
-        "recipe": recipe.model_dump(mode="json", exclude={"out"}),
+        "recipe": _without_folders(recipe.model_dump(mode="json", exclude={"out"})),
         "data": {path.name: json.loads(path.read_text()) for path in manifests},
         "target": {"name": target.name, "revision": target_revision(target)},
         "step": state.step,

@@ -33,7 +33,7 @@ def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | 
     out = Path(recipe.out)
     saved = out / "recipe.yaml"
     found = checkpoints(out / "checkpoints") if resume else []
-    if saved.is_file() and (found or (out / "data").exists()):
+    if saved.is_file() and (found or (out / "data").exists() or (out / "target").exists()):
         _check_same(recipe, saved, trained=bool(found))
     if main:
         out.mkdir(parents=True, exist_ok=True)

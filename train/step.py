@@ -36,7 +36,7 @@ class StepResult:
     num_blocks: int
     applied: bool  # False: no label in the batch, or a non-finite gradient
     seconds: float  # training time when the step ended, mean over ranks
-    cpu_seconds: float  # of all ranks since they started
+    cpu_seconds: float  # of training, all ranks of this session
     stop: bool  # a rank was asked to stop
 
 
@@ -55,22 +55,26 @@ class Run:
     options: LossOptions
     state: TrainState
     stopping: bool = False
+    cpu_start: float = 0.0  # this process's CPU seconds when training began
 
     @property
     def progress(self) -> float:
-        """Share of the run that will be over after the next step; 1 at the last one."""
-        section = self.recipe.train
+        """Share of the run that will be over after the next step; 1 at the last of `steps`."""
+        section, state = self.recipe.train, self.state
         if section.steps is not None:
-            return (self.state.step + 1) / section.steps
+            return (state.step + 1) / section.steps
         assert section.minutes is not None
-        return min(1.0, self.state.seconds / (section.minutes * 60))
+        # The next step is expected to take what the earlier ones took; the first, a thousandth.
+        ended = state.seconds / (section.minutes * 60)
+        return min(1.0, ended * (state.step + 1) / state.step if state.step else 1e-3)
 
     @property
     def finished(self) -> bool:
         section = self.recipe.train
         if section.steps is not None:
             return self.state.step >= section.steps
-        return self.progress >= 1.0
+        assert section.minutes is not None
+        return self.state.seconds >= section.minutes * 60
 
 
 def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Material) -> Run:
@@ -189,7 +193,11 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
             len(sample.sequence.input_ids),
         )
         totals += torch.tensor([float(value) for value in counts], dtype=torch.float64)
-    clocks = (elapsed + time.monotonic() - began, time.process_time(), float(run.stopping))
+    clocks = (
+        elapsed + time.monotonic() - began,
+        time.process_time() - run.cpu_start,
+        float(run.stopping),
+    )
     shared = torch.cat([totals, torch.tensor(clocks, dtype=torch.float64)])
     shared = _sum(shared, processes).tolist()
     weight, loss, blocks, accepted, tokens, seconds, cpu_seconds, stop = shared
