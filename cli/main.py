@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train, evaluate and serve drafters for speculative decoding.",
+    help="Train and evaluate drafters for speculative decoding.",
 )
 
 TargetOption = Annotated[
@@ -74,7 +74,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Train, evaluate and serve drafters for speculative decoding."""
+    """Train and evaluate drafters for speculative decoding."""
 
 
 @app.command(epilog="Example: `spec inspect Qwen/Qwen3-4B`")

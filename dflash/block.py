@@ -19,9 +19,7 @@ class Blocks:
     starts_A: Tensor  # index of the first token of the anchor's document
     inputs_AK: Tensor  # token ids: the anchor, then mask tokens
     positions_AK: Tensor  # RoPE positions, counted from the document's start
-    labels_AD: (
-        Tensor  # the token each drafted slot has to predict (D = K - 1); 0 where not supervised
-    )
+    labels_AD: Tensor  # the token each drafted slot has to predict; 0 where not supervised
     supervised_AD: Tensor  # bool: False from the first position on that the target did not generate
 
 

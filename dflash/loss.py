@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TILE = (
-    4096  # vocabulary rows a tile: [N, TILE] logits stay in cache for the usual few hundred slots
-)
+TILE = 4096  # vocabulary rows a tile: [N, TILE] logits of a few hundred slots stay in cache
 ROWS = 512  # slots handled at once
 
 
@@ -31,9 +29,7 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    log_share: Tensor | None = (
-        None  # [V], log of how many rows each one stands for in the sum over the vocabulary
-    )
+    log_share: Tensor | None = None  # [V], log of how many rows each one stands for in the sum
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class SlotLoss:
 
     nll: Tensor  # cross-entropy against the teacher; carries the gradient
     label_logprob: Tensor  # log of the drafter's probability of the label, no gradient
-    hit: Tensor  # bool: the label is the drafter's argmax
+    hit: Tensor  # bool: the label is the argmax (of a sampled head: over its rows, as lifted)
 
 
 def slot_loss(

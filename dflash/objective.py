@@ -27,9 +27,7 @@ class PackedSequence:
     starts: Tensor  # [S], first index of each token's document
     ends: Tensor  # [S], one past its last
     features: Tensor  # [S, n*H], context features
-    expected: Tensor | None = (
-        None  # [S, H], the target's expected head row for the token after this one (soft labels)
-    )
+    expected: Tensor | None = None  # [S, H], the target's expected head row for the next token
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,10 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """`loss / weight` is the mean.
-
-    Add both up before dividing. Counts are over blocks with at least one supervised slot.
-    """
+    """Sums, to be added up before `loss / weight`; counts are of blocks with a supervised slot."""
 
     loss: Tensor  # [] sum over slots of weight x cross-entropy; carries the gradient
-    weight: (
-        Tensor  # [] its denominator: sum of position weights, or the number of blocks for D-PACE
-    )
+    weight: Tensor  # [] its denominator: sum of position weights; for D-PACE, number of blocks
     num_blocks: Tensor  # []
     num_accepted: Tensor  # [] drafted tokens that greedy verification against the labels would keep
     num_slots: Tensor  # [] supervised slots

@@ -10,7 +10,7 @@ from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
 from ..eval.decode import check_pair
 from ..recipes.schema import DraftSection
-from ..target.capture import check_layer_ids, default_layer_ids
+from ..target.capture import default_layer_ids
 from ..target.inspect import suggest_mask_token
 from ..target.model import Target
 
@@ -32,7 +32,6 @@ def make_config(section: DraftSection, target: Target) -> DFlashConfig:
         if ids is not None
         else default_layer_ids(target.num_layers, section.num_features)
     )
-    check_layer_ids(layer_ids, target.num_layers)
     mask = section.mask_token_id
     return DFlashConfig(
         hidden_size=target.hidden_size,

@@ -33,10 +33,7 @@ class Progress:
     def line(
         self, values: dict[str, Any], *, seconds_left: float, last_acceptance: float | None
     ) -> None:
-        """`step 120 | loss 2.31 | ...
-
-        | 3m12s left`: every ten seconds, or at once on a terminal.
-        """
+        """The state of the run in a line: every ten seconds, or at once on a terminal."""
         now = time.monotonic()
         if not self._terminal and now - self._printed < 10:
             return

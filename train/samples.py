@@ -72,14 +72,14 @@ class Samples:
             num_anchors=self._num_anchors,
             generator=seeded("anchors", self._seed, epoch, index),
         )
-        expected = [f.expected for f in features if f.expected is not None]
+        expected = [f.expected.to(device) for f in features if f.expected is not None]
         sequence = PackedSequence(
             input_ids=batch.input_ids.to(device),
             loss_mask=batch.loss_mask.to(device),
             starts=batch.document_starts.to(device),
             ends=batch.document_ends.to(device),
-            features=torch.cat([f.context for f in features]).to(device),
-            expected=torch.cat(expected).to(device) if self._soft else None,
+            features=torch.cat([f.context.to(device) for f in features]),
+            expected=torch.cat(expected) if self._soft else None,
         )
         return Sample(sequence, anchors.to(device))
 

@@ -164,7 +164,10 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
     section, state = run.recipe.train, run.state
     began = time.monotonic()
     run.masters.flat_grad.zero_()
-    totals = torch.zeros(5, dtype=torch.float64)  # weight, loss, blocks, accepted, tokens
+    device = run.masters.flat_grad.device
+    totals = torch.zeros(
+        5, dtype=torch.float64, device=device
+    )  # weight, loss, blocks, accepted, tokens
     head = run.head
     if run.sampled is not None:
         head = run.sampled.draw(seeded("vocabulary", section.seed, state.step))
@@ -192,13 +195,13 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
             out.num_accepted,
             len(sample.sequence.input_ids),
         )
-        totals += torch.tensor([float(value) for value in counts], dtype=torch.float64)
+        totals += torch.tensor([float(value) for value in counts]).to(totals)
     clocks = (
         elapsed + time.monotonic() - began,
         time.process_time() - run.cpu_start,
         float(run.stopping),
     )
-    shared = torch.cat([totals, torch.tensor(clocks, dtype=torch.float64)])
+    shared = torch.cat([totals, torch.tensor(clocks).to(totals)])
     shared = _sum(shared, processes).tolist()
     weight, loss, blocks, accepted, tokens, seconds, cpu_seconds, stop = shared
     run.masters.flat_grad.copy_(_sum(run.masters.flat_grad, processes))
