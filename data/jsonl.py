@@ -44,14 +44,26 @@ def read_objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]] | Reje
         if isinstance(entry, str):
             try:
                 entry = json.loads(entry)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield Rejected(place, "not JSON", str(error))
+                continue
+            # Half of a surrogate pair is no text: nothing could be tokenized or written from it.
+            if not _is_text(entry):
+                yield Rejected(place, "not valid Unicode", "an unpaired surrogate or a broken byte")
                 continue
         if not isinstance(entry, dict):
             yield Rejected(place, "not an object", f"found {type(entry).__name__}")
             continue
         own = entry.get("id")
         yield (place if own is None or isinstance(own, (dict, list)) else str(own)), entry
+
+
+def _is_text(entry: Any) -> bool:
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def stem(path: str | Path) -> str:
@@ -102,13 +114,13 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 def open_text(path: Path) -> Iterator[IO[str]]:
     """A text file for reading, decompressed when its name ends in .zst."""
     if path.suffix != ".zst":
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             yield file
         return
     import zstandard
 
     with open(path, "rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as stream:
-        yield io.TextIOWrapper(stream, encoding="utf-8")
+        yield io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
 
 
 def write_objects(path: str | Path, objects: Iterable[dict[str, Any]]) -> int:

@@ -31,6 +31,9 @@ ROLES = {
 }
 
 
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
 class BadMessages(ValueError):
     """A conversation that cannot be read or rendered: a reason to count, and what was found."""
 
@@ -48,8 +51,8 @@ def parse_messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not found:
         raise BadMessages("no messages", f"the row has {', '.join(sorted(entry)) or 'nothing'}")
     messages = [_message(message, place) for place, message in enumerate(found)]
-    system = entry.get("system")
-    if isinstance(system, str) and system:
+    system = _text(entry.get("system"), 0)
+    if system:
         if messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         elif messages[0]["content"] != system:
@@ -79,7 +82,7 @@ def _message(message: Any, place: int) -> dict[str, Any]:
     if name not in ROLES:
         raise BadMessages("unknown role", f"message {place}: {found!r}; known: {', '.join(ROLES)}")
     role = ROLES[name]
-    content = message.get("content", message.get("value"))
+    content = _first(message, "content", "value")
     if name == "function_call":
         calls, content = _tool_calls(content, place), None
     else:
@@ -88,7 +91,7 @@ def _message(message: Any, place: int) -> dict[str, Any]:
         calls += _tool_calls([message["function_call"]], place)
     if calls and role != "assistant":
         raise BadMessages("tool_calls outside an assistant message", f"message {place}: {role}")
-    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    reasoning = _first(message, "reasoning_content", "reasoning")
     if not isinstance(reasoning, (str, type(None))):
         raise BadMessages("reasoning_content is not text", f"message {place}")
     result: dict[str, Any] = {"role": role, "content": _text(content, place)}
@@ -104,6 +107,11 @@ def _message(message: Any, place: int) -> dict[str, Any]:
     return result
 
 
+def _first(message: dict[str, Any], *names: str) -> Any:
+    """The first of the alternative keys that is there and not null."""
+    return next((message[name] for name in names if message.get(name) is not None), None)
+
+
 def _text(content: Any, place: int) -> str:
     """Text, or the joined text parts of OpenAI's list form; null is the empty text."""
     if content is None or isinstance(content, str):
@@ -113,7 +121,8 @@ def _text(content: Any, place: int) -> str:
     texts: list[str] = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
+        known = not isinstance(part, dict) or part.get("type", "text") in TEXT_PARTS
+        if not isinstance(text, str) or not known:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise BadMessages("content part is not text", f"message {place}: {kind}")
         texts.append(text)
@@ -157,7 +166,7 @@ def _tool_call(call: Any, place: int) -> dict[str, Any]:
 def _from_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadMessages("malformed JSON in a message", f"{what}: {error}") from None
 
 

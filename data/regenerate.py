@@ -241,6 +241,9 @@ def _encode_all(
         if limit is not None and len(ids) + max_new_tokens > limit:
             detail = f"{len(ids)} tokens and {max_new_tokens} new ones, {limit} positions"
             rejected.append(Rejected(prompt.id, "prompt too long for the target", detail))
+        elif ids and max(ids) >= target.vocab_size:
+            detail = f"found {max(ids)}, the target has {target.vocab_size} rows"
+            rejected.append(Rejected(prompt.id, "token id beyond the vocabulary", detail))
         elif ids:
             encoded.append((prompt, ids))
         else:

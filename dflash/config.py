@@ -6,7 +6,7 @@ the library nobody checks them again.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,16 @@ class DFlashConfig:
             raise ValueError(
                 f"{where}: architectures is {architectures}, expected [{ARCHITECTURE!r}]"
             )
-        own = {**data, **(data.get("dflash_config") or {})}
+        nested = data.get("dflash_config") or {}
+        if not isinstance(nested, dict):
+            raise ValueError(f"{where}: dflash_config is {nested!r}, expected an object")
+        for key in sorted(nested.keys() & data.keys()):
+            if data[key] is not None and data[key] != nested[key]:
+                raise ValueError(
+                    f"{where}: {key} is {data[key]!r} at the top and {nested[key]!r} in "
+                    "dflash_config; keep the one trained with"
+                )
+        own = {**data, **nested}
         missing = [
             key
             for key in (
@@ -145,6 +154,7 @@ class DFlashConfig:
                 "them"
             )
         _refuse_unsupported(own, where)
+        _check_types(own, where)
         return cls(
             **{key: own[key] for key in BACKBONE_KEYS},
             block_size=own["block_size"],
@@ -152,7 +162,7 @@ class DFlashConfig:
             num_target_layers=own["num_target_layers"],
             mask_token_id=own["mask_token_id"],
             rope_parameters=read_rope(data, where=where),
-            is_causal=bool(own.get("is_causal", False)),
+            is_causal=own.get("is_causal") or False,
             input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
         )
 
@@ -162,11 +172,13 @@ class DFlashConfig:
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"no drafter at {directory}: it has no config.json")
-        return cls.from_json(json.loads(path.read_text()), where=str(path))
-
-    def with_block_size(self, block_size: int) -> "DFlashConfig":
-        """The same drafter proposing blocks of another size (the weights do not depend on it)."""
-        return replace(self, block_size=block_size)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
+        return cls.from_json(data, where=str(path))
 
 
 def check_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
@@ -194,9 +206,13 @@ def read_rope(data: dict[str, Any], *, where: str) -> dict[str, Any]:
                 f"{where} states no RoPE: write rope_parameters (rope_theta, rope_type)"
             )
         scaling = dict(data.get("rope_scaling") or {})
-        kind = scaling.pop("type", None) or scaling.pop("rope_type", "default")
-        scaling.pop("rope_type", None)
-        return {"rope_type": kind, "rope_theta": flat, **scaling}
+        kinds = {scaling.pop(key) for key in ("type", "rope_type") if key in scaling}
+        if len(kinds) > 1:
+            raise ValueError(f"{where}: rope_scaling names {sorted(kinds)}; keep one of them")
+        rope = {"rope_type": kinds.pop() if kinds else "default", "rope_theta": flat, **scaling}
+        return _with_partial(rope, data)
+    if data.get("rope_scaling"):
+        raise ValueError(f"{where}: rope_scaling beside rope_parameters; keep rope_parameters")
     if flat is not None and flat != nested.get("rope_theta", flat):
         raise ValueError(
             f"{where}: rope_theta is {flat} but rope_parameters says {nested['rope_theta']}; keep "
@@ -205,12 +221,35 @@ def read_rope(data: dict[str, Any], *, where: str) -> dict[str, Any]:
     rope = {"rope_type": "default", **nested}
     if flat is not None:
         rope.setdefault("rope_theta", flat)
+    return _with_partial(rope, data)
+
+
+def _with_partial(rope: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     if data.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", data["partial_rotary_factor"])
     return rope
 
 
+def _check_types(own: dict[str, Any], where: str) -> None:
+    """Whole numbers are whole, flags are flags: `"4"` or `"false"` would mean something else."""
+    sizes = [key for key in BACKBONE_KEYS if key != "rms_norm_eps"]
+    for key in (*sizes, "block_size", "mask_token_id", "num_target_layers"):
+        value = own[key]
+        if type(value) is not int or value < (0 if key == "mask_token_id" else 1):
+            raise ValueError(f"{where}: {key} is {value!r}, expected a positive whole number")
+    ids = own["target_layer_ids"]
+    if not isinstance(ids, list) or any(type(k) is not int for k in ids):
+        raise ValueError(f"{where}: target_layer_ids is {ids!r}, expected a list of layer numbers")
+    if not isinstance(own["rms_norm_eps"], float | int) or own["rms_norm_eps"] <= 0:
+        raise ValueError(f"{where}: rms_norm_eps is {own['rms_norm_eps']!r}, expected a number > 0")
+    if not isinstance(own.get("is_causal"), bool | None):
+        raise ValueError(f"{where}: is_causal is {own['is_causal']!r}, expected true or false")
+
+
 def _check_rope(rope: dict[str, Any]) -> None:
+    theta = rope.get("rope_theta")
+    if theta is not None and (not isinstance(theta, float | int) or theta <= 0):
+        raise ValueError(f"rope_theta is {theta!r}, expected a number above 0")
     if "rope_theta" not in rope or rope.get("rope_type") not in ROPE_TYPES:
         raise ValueError(
             f"rope_parameters {rope} need a rope_theta and a rope_type of {', '.join(ROPE_TYPES)}"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -332,6 +332,7 @@ class DFlashDraft(nn.Module):
         with torch.device("meta"):
             draft = cls(config)
         check_tensors(tensors, {name: p.shape for name, p in draft.state_dict().items()}, directory)
+        check_values(tensors, directory)
         kept = dtype or tensors["fc.weight"].dtype
         draft.load_state_dict(
             {name: value.to(device, kept) for name, value in tensors.items()}, assign=True
@@ -347,9 +348,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2] (float32) and the attention factor, from the config's JSON
-    alone.
-    """
+    """Inverse frequencies [head_dim / 2] (float32) and the attention factor, from JSON alone."""
     rope = config.rope_parameters
     exponent = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
@@ -363,10 +362,12 @@ def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(rope),
     )
-    with torch.device(
-        "cpu"
-    ):  # `load` builds the network on the meta device; these numbers are needed for real
-        return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
+    # `load` builds the network on the meta device; these numbers are needed for real.
+    with torch.device("cpu"):
+        try:
+            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
+        except KeyError as error:
+            raise ValueError(f"rope_parameters {rope} lack {error}") from None
 
 
 def read_weights(directory: str | Path) -> dict[str, Tensor]:
@@ -382,9 +383,25 @@ def read_weights(directory: str | Path) -> dict[str, Tensor]:
     for name in files:
         if not (root / name).is_file():
             raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
-        with safe_open(root / name, framework="pt") as file:
-            tensors |= {key.removeprefix("model."): file.get_tensor(key) for key in file.keys()}
+        try:
+            with safe_open(root / name, framework="pt") as file:
+                tensors |= {key.removeprefix("model."): file.get_tensor(key) for key in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{root / name}: not a whole safetensors file ({error})") from None
     return tensors
+
+
+def check_values(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Raise ValueError unless all weights are finite numbers of one floating-point type."""
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
+        raise ValueError(
+            f"{directory}: the weights are {', '.join(sorted(dtypes))}; expected all of them in "
+            "one of float32, bfloat16, float16"
+        )
+    broken = [name for name, value in tensors.items() if not value.isfinite().all()]
+    if broken:
+        raise ValueError(f"{directory}: {broken[0]} holds NaN or infinity; train or copy it again")
 
 
 def check_tensors(

@@ -161,6 +161,8 @@ def _encode(
             continue
         if not ids:
             skipped["no tokens"] += 1
+        elif max(ids) >= target.vocab_size:
+            skipped["token id beyond the vocabulary"] += 1
         elif limit is not None and len(ids) + needed > limit:
             skipped["too long for the target"] += 1
         else:

@@ -8,7 +8,7 @@ the run.
 import difflib
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 SHIPPED = Path(__file__).parent
 BOUNDS = {"train.steps": "minutes", "train.minutes": "steps"}
 Dtype = Literal["float32", "bfloat16"]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A part of the recipe: frozen, and no key that it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -141,7 +142,7 @@ class TrainSection(Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup: float = Field(0.04, ge=0, lt=1, description="share of the run that warms up")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
     dtype: Dtype = Field(
         "bfloat16", description="compute dtype of the drafter; masters are float32"
@@ -153,7 +154,7 @@ class TrainSection(Section):
     )
     save_every: int = Field(500, gt=0, description="steps between checkpoints")
     keep: int = Field(2, gt=0, description="checkpoints to keep")
-    device: str = "cpu"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
 
     @model_validator(mode="after")
     def _one_bound(self) -> "TrainSection":
@@ -294,10 +295,11 @@ def _as_number(text: str) -> str | float:
 def _json(data: Any) -> str:
     def fix(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: fix(item) for key, item in value.items()}
+            return {str(key): fix(item) for key, item in value.items()}
         return _as_number(value) if isinstance(value, str) else value
 
-    return json.dumps(fix(data))
+    # YAML knows dates and sets; as text they meet the schema's own message.
+    return json.dumps(fix(data), default=str)
 
 
 def _explain(problem: Any) -> str:

@@ -346,11 +346,22 @@ def _load_model(
     loader = _loader(config)
     try:
         with quiet_progress():
-            return loader.from_pretrained(
-                directory, dtype=dtype, trust_remote_code=trust_remote_code
+            model, info = loader.from_pretrained(
+                directory,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
             )
     except REFUSALS as error:
         raise ValueError(refusal(directory.name, "the weights were refused", error)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # The library would fill them at random and go on.
+        raise ValueError(
+            f"{directory.name}: {len(missing)} weights are missing, first {missing[0]}; the files "
+            "are incomplete or belong to another architecture: copy the model again"
+        )
+    return model
 
 
 def _unique_ids(sources: Sequence[int | Sequence[int] | None]) -> tuple[int, ...]:

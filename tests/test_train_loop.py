@@ -228,6 +228,7 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(
     assert {path.name for path in out.iterdir()} == {
         "recipe.yaml",
         "metrics.jsonl",
+        "data",
         "checkpoints",
         "draft",
         "report",

@@ -35,7 +35,7 @@ def make_config(section: DraftSection, target: Target) -> DFlashConfig:
     mask = section.mask_token_id
     return DFlashConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=text.intermediate_size,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * target.hidden_size,
         num_hidden_layers=section.num_layers,
         num_attention_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
@@ -88,6 +88,11 @@ def copy_from_target(draft: DFlashDraft, target: Target) -> None:
     With the deepest feature passed through, the first draft layer's context keys are nearly those
     of the target layer it was copied from.
     """
+    if draft.config.num_hidden_layers > target.num_layers:
+        raise ValueError(
+            f"draft.init=target: {draft.config.num_hidden_layers} draft layers cannot come from "
+            f"the {target.num_layers} layers of {target.name}; use fewer or init=random"
+        )
     last = list(target.layers)[-draft.config.num_hidden_layers :]
     if not copy_layers(draft, [layer_state(layer) for layer in last]):
         raise ValueError(
@@ -103,10 +108,13 @@ def copy_from_target(draft: DFlashDraft, target: Target) -> None:
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
     """A target layer under the drafter's names; a norm as the factor it really applies."""
     state = {name: value.detach() for name, value in layer.state_dict().items()}
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        norm = getattr(layer, name, None)
-        if norm is not None:
-            state[f"{name}.weight"] = norm_weight(norm, len(norm.weight))
+    for name, module in layer.named_modules():
+        weight = state.get(f"{name}.weight")
+        if "norm" in name and weight is not None:
+            state[f"{name}.weight"] = norm_weight(module, len(weight))
+    # Gemma's norm of this name comes after the attention, not before the MLP.
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        state["post_attention_layernorm.weight"] = state["pre_feedforward_layernorm.weight"]
     return state
 
 

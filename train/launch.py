@@ -1,5 +1,6 @@
 """Start one process a rank with torch's own launcher, and end them with us."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -9,10 +10,18 @@ from types import FrameType
 
 from ..recipes.schema import Recipe
 
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
 
 def launched() -> bool:
     """Whether a launcher (ours, torchrun, accelerate) started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def end_with_parent() -> None:
+    """On Linux: get SIGTERM when the process that started this one is gone, even by kill -9."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
@@ -34,7 +43,9 @@ def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
     ]
     # One thread a worker: two spinning pools on the same cores cost more than they bring.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
-    workers = subprocess.Popen(command, env=environment, start_new_session=True)
+    workers = subprocess.Popen(
+        command, env=environment, start_new_session=True, preexec_fn=end_with_parent
+    )
 
     received: list[int] = []
 

@@ -22,7 +22,9 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from ..data.cache import CacheReader, CacheWriter, check_disk, estimate_bytes
 from ..data.conversations import prepare
+from ..data.jsonl import atomic_file, count_reasons
 from ..data.loader import seeded
+from ..data.manifest import describe_inputs
 from ..data.messages import BadMessages
 from ..data.prompts import Prompt, encode_prompt, read_prompts
 from ..data.regenerate import regenerate
@@ -102,6 +104,9 @@ def gather_material(
     Prompts answered (each process its share), conversations encoded, rows read.
     """
     data, folder = recipe.data, out / "data"
+    if state.is_main_process:
+        check_inputs(recipe, out, target)
+    state.wait_for_everyone()
     files = [Path(name) for name in data.rows]
     if data.conversations:
         encoded = folder / "conversations.jsonl"
@@ -117,9 +122,16 @@ def gather_material(
     prompts = _prompts(recipe, "train")
     if prompts:
         _answer(recipe, out, target, prompts, layer_ids, state)
-        files += sorted(folder.glob("answers-*.jsonl"))
-    rows = _checked([row for path in files for row in read_rows(path, target.vocab_size).rows])
-    # One order whatever the processes' shares and speeds were.
+        # A process whose share was empty, or that the deadline met early, has an empty file.
+        files += [p for p in sorted(folder.glob("answers-*.jsonl")) if p.stat().st_size]
+    found = [read_rows(path, target.vocab_size) for path in files]
+    rejected = [bad for file in found for bad in file.rejected]
+    if rejected and state.is_main_process:
+        reasons = count_reasons(rejected)
+        print(
+            f"data: {len(rejected)} rows rejected: {reasons}, first {rejected[0]}", file=sys.stderr
+        )
+    rows = _checked([row for file in found for row in file.rows])
     kept = sorted((r for r in rows if len(r.input_ids) <= data.max_length), key=lambda row: row.id)
     if len(kept) < len(rows) and state.is_main_process:
         print(
@@ -137,6 +149,26 @@ def gather_material(
     cpu_seconds = json.loads(done.read_text())["cpu_seconds"] if done.exists() else 0.0
     cache = CacheReader(feature_folder(out, layer_ids))
     return Material(rows, _heldout(recipe, target), cache, cpu_seconds)
+
+
+def check_inputs(recipe: Recipe, out: Path, target: Target) -> None:
+    """ValueError when the target or an input file is no longer what this `out` began with."""
+    data = recipe.data
+    files = [*data.prompts, *data.conversations, *data.rows, *data.heldout]
+    now = describe_inputs([name for name in files if name not in BUILT_IN])
+    now["target"] = target_revision(target)
+    path = out / "data" / "inputs.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(json.dumps(now, indent=2).encode())
+        return
+    then = json.loads(path.read_text())
+    changed = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} changed since the run in {out} began; use another `out`"
+        )
 
 
 def _checked(rows: list[Row]) -> list[Row]:
@@ -287,7 +319,8 @@ def _fitting(
     longest = max_length if positions is None else min(max_length, positions - room)
     for prompt in prompts:
         try:
-            fits = len(encode_prompt(prompt, tokenizer)) <= longest
+            ids = encode_prompt(prompt, tokenizer)
+            fits = 0 < len(ids) <= longest and max(ids) < target.vocab_size
         except BadMessages:
             fits = False
         if fits:

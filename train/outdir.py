@@ -54,7 +54,9 @@ def _check_same(recipe: Recipe, saved: Path, *, trained: bool) -> None:
     ]
     if not trained:
         # Training starts from the beginning; only what the rows were made with has to agree.
-        watched = [key for key in watched if key.startswith(("target.", "data."))]
+        watched = [
+            key for key in watched if key.startswith(("target.", "data.")) or key == "train.seed"
+        ]
     changed = [key for key in watched if old.get(key) != new.get(key)]
     if changed:
         what = "; ".join(f"{key}: {old.get(key)} then, {new.get(key)} now" for key in changed[:5])
