@@ -146,7 +146,7 @@ class Decoded:
     finish_reason: str  # "stop" | "length"
     num_accepted: list[int]  # per round, bonus excluded
     num_drafted: list[int]  # per round
-    seconds: float  # from taking a slot to the last token
+    seconds: float  # its share of the wall time: each round's, split over the running requests
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Request:
     """One running request."""
 
     index: int
-    started: float
+    seconds: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     num_accepted: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
@@ -205,7 +205,7 @@ class Batch:
         for index, ids in prompts:
             slot = self.free.pop(0)
             self.cache.lengths[slot] = 0
-            self.requests[slot] = Request(index, time.perf_counter())
+            self.requests[slot] = Request(index)
             self.drafter.begin(slot, ids)
             requests.append((slot, ids))
         for call in prefill(self.target, self.cache, requests):
@@ -218,6 +218,11 @@ class Batch:
                 chosen = greedy(self.target.logits(hidden)).tolist()
                 for slot, token in zip(slots[ends].tolist(), chosen, strict=True):
                     self.accept(self.requests[slot], [token])
+
+    def share(self, seconds: float) -> None:
+        """Charge a round's wall time to the requests it served, in equal parts."""
+        for request in self.requests.values():
+            request.seconds += seconds / len(self.requests)
 
     def features(self) -> Tensor | None:
         return None if self.capture is None else self.capture.context
@@ -336,12 +341,14 @@ def speculate(
     results: dict[int, Decoded] = {}
     with capture or nullcontext():
         while waiting or batch.requests:
+            began = time.perf_counter()
             batch.start([waiting.popleft() for _ in range(min(len(batch.free), len(waiting)))])
             slots = batch.slots()
             if len(slots):
                 draft_tokens = propose(batch, slots)
                 verdict = verify(batch, slots, draft_tokens)
                 commit(batch, verdict)
+            batch.share(time.perf_counter() - began)
             for request in batch.pop_finished():
                 results[request.index] = _decoded(request)
                 if on_finished is not None:
@@ -357,5 +364,5 @@ def _decoded(request: Request) -> Decoded:
         request.finish_reason,
         request.num_accepted,
         request.num_drafted,
-        time.perf_counter() - request.started,
+        request.seconds,
     )

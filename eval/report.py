@@ -1,8 +1,8 @@
 """Measure a drafter against plain decoding and write what came out: report.json, a table, a plot.
 
-Every group of prompts runs twice with the same loop and batch size, first without the drafter, then
-with it. All but the three timing keys of a group is the same whenever the same inputs are measured
-again.
+The prompts of all groups run twice in one stream, with the same loop and batch size, first without
+the drafter, then with it. A group's time is its requests' share of each round's wall time. All but
+the three timing keys of a group is the same whenever the same inputs are measured again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to one group and the wall time they took."""
+    """The answers to one group; their shares of the wall time add up to what it took."""
 
     decoded: list[Decoded]
-    seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(d.seconds for d in self.decoded)
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +69,9 @@ def evaluate(
 ) -> Report:
     """The acceptance report of a drafter (DESIGN section 7); groups are the prompts' tags.
 
-    `baseline` holds the plain runs by group: those found there are used again and those that are
-    missing are measured and added, so several drafters can share one; `room` is then the largest
-    num_draft_tokens of them, since a prompt has to leave place for any drafter's last block. A bar
-    shows on stderr where that is a terminal.
+    `baseline` holds the plain runs by group; an empty one is filled, so several drafters can share
+    it on the same prompts. `room` is then the largest num_draft_tokens of them, since a prompt has
+    to leave place for any drafter's last block. A bar shows on stderr where that is a terminal.
 
     Raises ValueError where no prompt fits.
     """
@@ -80,14 +82,11 @@ def evaluate(
     shortest = min((ids for group in groups.values() for ids in group), key=len)
     for warm in (None, drafter):  # kernels are chosen at their first call
         speculate(target, warm, [shortest], max_new_tokens=min(4, max_new_tokens), batch_size=1)
-    runs: dict[str, Run] = {}
-    missing = sum(len(ids) for name, ids in groups.items() if name not in baseline)
-    total = missing + sum(map(len, groups.values()))
+    total = sum(map(len, groups.values())) * (1 if baseline else 2)
     with _bar(draft_name, total, shown=progress) as advance:
-        for name, ids in groups.items():
-            if name not in baseline:
-                baseline[name] = _timed(target, NoDrafter(), ids, advance, **options)
-            runs[name] = _timed(target, drafter, ids, advance, **options)
+        if not baseline:
+            baseline |= _decode(target, NoDrafter(), groups, advance, **options)
+        runs = _decode(target, drafter, groups, advance, **options)
     plain = {name: baseline[name] for name in groups}
     figures = {"all": _group(list(runs.values()), list(plain.values()), drafter.num_draft_tokens)}
     for name in groups:
@@ -179,16 +178,17 @@ def _encode(
     return dict(sorted(groups.items())), skipped
 
 
-def _timed(
+def _decode(
     target: Target,
     drafter: Drafter,
-    prompts: list[list[int]],
+    groups: dict[str, list[list[int]]],
     advance: Callable[[Decoded], None],
     **options: Any,
-) -> Run:
-    started = time.perf_counter()
-    decoded = speculate(target, drafter, prompts, on_finished=advance, **options)
-    return Run(decoded, time.perf_counter() - started)
+) -> dict[str, Run]:
+    """All groups in one stream, so that the batch stays full; each gets its requests' time."""
+    prompts = [ids for group in groups.values() for ids in group]
+    decoded = iter(speculate(target, drafter, prompts, on_finished=advance, **options))
+    return {name: Run([next(decoded) for _ in group]) for name, group in groups.items()}
 
 
 def _group(runs: list[Run], plain: list[Run], num_draft_tokens: int) -> dict[str, Any]:

@@ -109,3 +109,21 @@ def test_parquet_refuses_columns_that_merged_their_keys(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(merged), tmp_path / "tools.parquet")
     with pytest.raises(ValueError, match="'tools' is nested"):
         read_rows(tmp_path / "tools.parquet")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"id": "x", "turns": ["\\ud83d broken"]}', "not valid Unicode"),
+        (b'{"id": "x", "turns": ["\xff"]}', "not valid Unicode"),
+        (b"[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_line_that_is_no_text_is_rejected_and_the_file_goes_on(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = b'{"input_ids": [1, 2], "loss_mask": [0, 1]}\n'
+    path.write_bytes(b"\xef\xbb\xbf" + good * 10 + line + b"\n" + good * 10)
+    read = read_rows(path)
+    assert (len(read.rows), [bad.reason for bad in read.rejected]) == (20, [reason])

@@ -1,6 +1,7 @@
 """A drafter directory: written, read back strictly, and what in a config.json is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,34 @@ def test_a_wrong_shape_is_named(saved: Path) -> None:
         DFlashDraft.load(saved)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.to(torch.int8), "float32, int8"),
+        (lambda value: value.to(torch.float8_e4m3fn), "float32, float8_e4m3fn"),
+        (lambda value: value * float("nan"), "holds NaN"),
+    ],
+)
+def test_weights_that_accept_nothing_are_refused(
+    saved: Path, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    changed = {k: change(v) if "proj" in k else v for k, v in tensors.items()}
+    save_file(changed, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        DFlashDraft.load(saved)
+
+
+def test_broken_files_are_named(saved: Path) -> None:
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"model.safetensors: not a whole safetensors file"):
+        DFlashDraft.load(saved)
+    (saved / "config.json").write_text('{"block_size": ')
+    with pytest.raises(ValueError, match=r"config.json: not JSON"):
+        DFlashDraft.load(saved)
+
+
 def test_the_published_layout_loads(saved: Path) -> None:
     """z-lab's files.
 
@@ -154,6 +183,21 @@ def test_the_published_layout_loads(saved: Path) -> None:
         ({"layer_types": ["sliding_attention", "full_attention"]}, "only full_attention"),
         ({"markov_rank": 0}, "read it as DSpark"),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"block_size": 16}, "block_size is 16 at the top and 4 in dflash_config"),
+        ({"is_causal": "false"}, "expected true or false"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"dflash_config": [1]}, "expected an object"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling beside rope_parameters",
+        ),
+        ({"rope_parameters": None, "partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "rope_type": "yarn"}},
+            "rope_scaling names",
+        ),
+        ({"rope_theta": 0, "rope_parameters": None}, "rope_theta is 0"),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused(

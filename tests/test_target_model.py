@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CohereConfig,
     DeepseekV3Config,
@@ -193,6 +194,16 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     gone.unlink()
     with pytest.raises(ValueError, match=gone.name):
         load_head(tmp_path)
+
+
+def test_a_missing_weight_is_refused_not_invented(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in sorted(tensors) if "mlp.up_proj" in name)
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=name):
+        Target.load(tmp_path)
 
 
 def test_teacher_mismatch_is_refused(directories: dict[str, Path]) -> None:

@@ -220,6 +220,38 @@ def test_another_recipe_in_the_same_out_is_refused(
     train(recipe_of(target_dir, data, out, "train.lr=0.01"), resume=False)
 
 
+def test_changed_inputs_are_noticed_on_resume(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    """Same names, other content: features and order would silently belong to something else."""
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("rows.jsonl", "heldout.jsonl"):
+        (own / name).write_bytes((data / name).read_bytes())
+    out = tmp_path / "run"
+    train(recipe_of(target_dir, own, out))
+    lines = (own / "rows.jsonl").read_text().splitlines()
+    (own / "rows.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    for resume in (True, False):
+        with pytest.raises(ValueError, match="rows.jsonl changed since the run"):
+            train(recipe_of(target_dir, own, out), resume=resume)
+
+
+def test_one_id_in_two_sources_is_refused(target_dir: Path, data: Path, tmp_path: Path) -> None:
+    rows = f"data.rows=[{data / 'rows.jsonl'}, {data / 'rows.jsonl'}]"
+    with pytest.raises(ValueError, match="24 row ids occur more than once"):
+        train(recipe_of(target_dir, data, tmp_path / "run", rows))
+
+
+def test_a_heldout_prompt_that_does_not_fit_is_left_out(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"turns": ["x" * 2040]}) + "\n")
+    both = f"data.heldout=[{long}, {data / 'heldout.jsonl'}]"
+    train(recipe_of(target_dir, data, tmp_path / "run", both))
+    with pytest.raises(ValueError, match="no held-out prompt of 1 leaves room"):
+        train(recipe_of(target_dir, data, tmp_path / "none", f"data.heldout=[{long}]"))
+
+
 def test_a_run_leaves_what_it_promises_and_nothing_else(
     target_dir: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -334,6 +366,36 @@ def test_killed_at_ten_moments_the_run_ends_the_same(
     assert worker(recipe_of(target_dir, data, killed, *options)).wait() == 0
     left, right = final_state(whole), final_state(killed)
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def running(text: str) -> list[int]:
+    """Processes whose command line holds the text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if text in path.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_parent_is_killed(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "orphans"
+    options = ("train.processes=2", "train.steps=100000", "train.eval_every=100000")
+    process = worker(recipe_of(target_dir, data, out, *options))
+    while not (out / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while running(str(out / "recipe.yaml")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert running(str(out / "recipe.yaml")) == []
 
 
 @pytest.mark.slow
