@@ -147,7 +147,7 @@ def main() -> None:
         starts=torch.zeros(S, dtype=torch.long),
         ends=torch.full((S,), S),
         features=torch.randn(S, config.num_features).to(dtype),
-        expected=torch.randn(S, config.hidden_size).to(dtype) if args.labels == "soft" else None,
+        teacher=torch.randn(S, config.hidden_size).to(dtype) if args.labels == "soft" else None,
     )
     anchors = torch.randperm(S - args.block)[: args.anchors].sort().values
     options = LossOptions(weighting="decay", gamma=4.0, alpha=0.5, labels=args.labels)

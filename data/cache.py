@@ -2,9 +2,10 @@
 trained on many times.
 
 Shards are safetensors files of about 64 MB with two tensors a row: `<id>/context` [L, n*H], the
-context features, and `<id>/expected` [E, H], the target's expected head rows for the row's last E +
-1 tokens' successors (soft labels). With float8, a third, `<id>/scale` [L], holds one scale a
-position. Rows whose features are missing are recomputed, so a lost shard costs time only.
+context features, and `<id>/expected` or `<id>/last` [E, H], what soft labels need at the row's last
+E positions with a generated successor (target/teacher.py). With float8, a third, `<id>/scale` [L],
+holds one scale a position. Rows whose features are missing are recomputed, so a lost shard costs
+time only.
 """
 
 import os
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..target.teacher import Teacher
 from .rows import Row
 
 SHARD_BYTES = 64 << 20
@@ -32,7 +34,7 @@ class RowFeatures:
     """
 
     context: Tensor  # [L, n*H]
-    expected: Tensor | None  # [L, H], zero where the next token was not generated
+    teacher: Tensor | None  # [L, H], zero where the next token was not generated
 
 
 def estimate_bytes(
@@ -58,20 +60,20 @@ def check_disk(folder: Path, num_bytes: int) -> None:
 class CacheWriter:
     """Collects rows and writes a shard whenever enough came together; `close` writes the rest."""
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path, name: str, dtype: str, teacher: Teacher | None = None) -> None:
+        self.folder, self.dtype, self.teacher = folder, dtype, teacher
         folder.mkdir(parents=True, exist_ok=True)
         taken = [int(p.stem.rsplit("-", 1)[1]) for p in folder.glob(f"{name}-*.safetensors")]
         self._name, self._next = name, max(taken, default=-1) + 1
         self._pending: dict[str, Tensor] = {}
         self._bytes = 0
 
-    def add_row(self, row: Row, context: Tensor, expected: Tensor | None) -> None:
+    def add_row(self, row: Row, context: Tensor, teacher: Tensor | None) -> None:
         """`add` in the form that regeneration calls."""
-        self.add(row.id, context, expected)
+        self.add(row.id, context, teacher)
 
-    def add(self, row_id: str, context: Tensor, expected: Tensor | None) -> None:
-        """context [L, n*H]; expected [L, H], whose leading zero rows are not stored."""
+    def add(self, row_id: str, context: Tensor, teacher: Tensor | None) -> None:
+        """context [L, n*H]; teacher [L, H], whose leading zero rows are not stored."""
         if self.dtype == "float8":
             scale = context.float().abs().amax(1).clamp_min(1e-12) / FLOAT8_MAX
             self._put(f"{row_id}/scale", scale)
@@ -80,10 +82,11 @@ class CacheWriter:
             )
         else:
             self._put(f"{row_id}/context", context.to(torch.bfloat16))
-        if expected is not None:
-            used = expected.any(1).nonzero()
-            first = int(used[0]) if len(used) else len(expected)
-            self._put(f"{row_id}/expected", expected[first:].to(torch.bfloat16))
+        if teacher is not None:
+            assert self.teacher is not None, "a teacher came without its kind"
+            used = teacher.any(1).nonzero()
+            first = int(used[0]) if len(used) else len(teacher)
+            self._put(f"{row_id}/{self.teacher}", teacher[first:].to(torch.bfloat16))
         if self._bytes >= SHARD_BYTES:
             self.flush()
 
@@ -103,9 +106,10 @@ class CacheWriter:
 
 
 class CacheReader:
-    """Reads rows back, memory-mapped; a shard that cannot be read counts as absent."""
+    """Reads rows back, memory-mapped, with one kind of teacher; a broken shard counts as absent."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, teacher: Teacher | None = None) -> None:
+        self.teacher: Teacher | None = teacher
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -128,15 +132,15 @@ class CacheReader:
         if f"{row_id}/scale" in self._where:
             context = (context.float() * self._get(f"{row_id}/scale")[:, None]).to(torch.bfloat16)
         stored = len(context)
-        expected = None
-        if f"{row_id}/expected" in self._where:
-            part = self._get(f"{row_id}/expected")
-            expected = part.new_zeros(max(length, stored), part.shape[1])
-            expected[stored - len(part) : stored] = part
-            expected = expected[:length]
+        teacher = None
+        if f"{row_id}/{self.teacher}" in self._where:
+            part = self._get(f"{row_id}/{self.teacher}")
+            teacher = part.new_zeros(max(length, stored), part.shape[1])
+            teacher[stored - len(part) : stored] = part
+            teacher = teacher[:length]
         if stored < length:
             context = torch.cat([context, context.new_zeros(length - stored, context.shape[1])])
-        return RowFeatures(context[:length], expected)
+        return RowFeatures(context[:length], teacher)
 
     def _get(self, key: str) -> Tensor:
         return self._files[self._where[key]].get_tensor(key)

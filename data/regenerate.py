@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..target.generate import generate, max_positions
 from ..target.model import Target
+from ..target.teacher import Teacher
 from .jsonl import Rejected, count_reasons, stem
 from .manifest import Manifest, describe_tokenizer
 from .messages import BadMessages
@@ -30,8 +31,8 @@ from .rows import Row, read_rows, row_to_object
 PROGRESS_SECONDS = 5.0
 MIN_UNFINISHED = 8  # tokens from which an answer cut by the deadline is worth a row
 
-# Called with each new row before it is stored, its context features [L, n*H] and the target's
-# expected head rows [L, H] (None unless asked for). L is one less than the row: its last token is
+# Called with each new row before it is stored, its context features [L, n*H] and what soft labels
+# need [L, H] (None unless asked for). L is one less than the row: its last token is
 # never fed.
 OnFeatures = Callable[[Row, Tensor, Tensor | None], None]
 
@@ -65,7 +66,7 @@ def regenerate(
     seed: int = 0,
     deadline_seconds: float | None = None,
     layer_ids: Sequence[int] | None = None,
-    expected: bool = False,
+    teacher: Teacher | None = None,
     on_features: OnFeatures | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> RegenerateSummary:
@@ -98,7 +99,7 @@ def regenerate(
             batch_size=batch_size,
             **sampling,
             layer_ids=layer_ids if on_features is not None else None,
-            expected=expected and on_features is not None,
+            teacher=teacher if on_features is not None else None,
             deadline=None if deadline_seconds is None else started + deadline_seconds,
             keep_unfinished=deadline_seconds is not None,
         ):
@@ -108,7 +109,7 @@ def regenerate(
             row = _row(prompt, prompt_ids, answer.output_ids)
             if on_features is not None:
                 assert answer.context is not None
-                on_features(row, answer.context, answer.expected)
+                on_features(row, answer.context, answer.teacher)
             # One write a row: a crash leaves whole lines and at most a part of one more.
             file.write(json.dumps(row_to_object(row), ensure_ascii=False) + "\n")
             file.flush()

@@ -27,7 +27,9 @@ class PackedSequence:
     starts: Tensor  # [S], first index of each token's document
     ends: Tensor  # [S], one past its last
     features: Tensor  # [S, n*H], context features
-    expected: Tensor | None = None  # [S, H], the target's expected head row for the next token
+    teacher: Tensor | None = (
+        None  # [S, H], of the next token, as the loss reads it: expected head row
+    )
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,12 @@ def _score(
     kept = blocks.supervised_AD
     expected = None
     if options.labels == "soft":
-        assert sequence.expected is not None, (
+        assert sequence.teacher is not None, (
             "soft labels were asked for, but the sequence carries no teacher"
         )
         # The row of the position before a slot speaks about the slot's token.
         before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
-        expected = sequence.expected[before_AD[kept]]
+        expected = sequence.teacher[before_AD[kept]]
     labels = blocks.labels_AD[kept]
     slots = slot_loss(
         hidden_ADH[kept], head, labels if row_of_label is None else row_of_label[labels], expected

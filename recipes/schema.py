@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..target.teacher import Teacher
+
 SHIPPED = Path(__file__).parent
 BOUNDS = {"train.steps": "minutes", "train.minutes": "steps"}
 Dtype = Literal["float32", "bfloat16"]
@@ -194,6 +196,11 @@ class Recipe(Section):
     train: TrainSection
     eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
     wandb: WandbSection | None = None
+
+    @property
+    def teacher(self) -> Teacher | None:
+        """What the loss needs of the target at each supervised position."""
+        return "expected" if self.loss.labels == "soft" else None
 
     def to_yaml(self) -> str:
         """The resolved recipe, every value written out."""

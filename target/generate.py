@@ -23,6 +23,7 @@ from torch import Tensor
 from .cache import SlotCache, forward_slots
 from .capture import Capture
 from .model import Target
+from .teacher import Teacher
 
 PREFILL_TOKENS = (
     2048  # computed tokens of one call, padding included: larger ones gain nothing on a CPU
@@ -34,15 +35,15 @@ class Generation:
     """One finished answer.
 
     `context` [L, n*H] holds the features of every position that was computed; the last output token
-    is chosen, never fed, and has none. `expected` [L, H] is `softmax(logits_i) @ head` at the
-    positions i whose next token was generated (from the prompt's last on) and zero before.
+    is chosen, never fed, and has none. `teacher` [L, H] is what was asked for at the positions
+    whose next token was generated (from the prompt's last on) and zero before.
     """
 
     index: int
     output_ids: list[int]  # a stop token included
     finish_reason: str  # "stop" | "length" | "deadline" (only with keep_unfinished)
     context: Tensor | None = None
-    expected: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,15 @@ def generate(
     seed: int = 0,
     stop_token_ids: Sequence[int] | None = None,
     layer_ids: Sequence[int] | None = None,
-    expected: bool = False,
+    teacher: Teacher | None = None,
     deadline: float | None = None,
     keep_unfinished: bool = False,
 ) -> Iterator[Generation]:
     """Answer every prompt, in any order, each as soon as it is finished.
 
     Sampling draws from a generator seeded with (seed, index of the prompt): what a prompt gets does
-    not depend on its neighbours. `layer_ids` asks for context features, `expected` for the target's
-    expected head rows. After `deadline` (seconds of time.monotonic) no step starts; unfinished
+    not depend on its neighbours. `layer_ids` asks for context features, `teacher` for what soft
+    labels need. After `deadline` (seconds of time.monotonic) no step starts; unfinished
     answers are dropped, or yielded as "deadline" with `keep_unfinished`. `stop_token_ids` defaults
     to the target's own; () ignores them.
 
@@ -158,7 +159,7 @@ def generate(
     cache = SlotCache(target, slots, max(map(len, prompts)) + max_new_tokens)
     capturing = Capture(target, layer_ids, last=False) if layer_ids is not None else None
     with capturing or nullcontext():
-        batch = _Batch(target, cache, prompts, max_new_tokens, sampling, stop, capturing, expected)
+        batch = _Batch(target, cache, prompts, max_new_tokens, sampling, stop, capturing, teacher)
         while batch.running or batch.waiting:
             if deadline is not None and time.monotonic() >= deadline:
                 break
@@ -217,7 +218,7 @@ class _Batch:
         sampling: Sampling,
         stop: frozenset[int],
         capture: Capture | None,
-        expected: bool,
+        teacher: Teacher | None,
     ) -> None:
         self.target = target
         self.cache = cache
@@ -231,7 +232,8 @@ class _Batch:
         self.running: dict[int, _Running] = {}
         self._context: Tensor | None = None  # [S, max_length, n*H], made when the width is known
         shape = (cache.slots, cache.max_length, target.hidden_size)
-        self._expected = torch.empty(shape, dtype=target.dtype) if expected else None
+        self._kind = teacher
+        self._teacher = torch.empty(shape, dtype=target.dtype) if teacher else None
 
     def admit(self) -> None:
         """Give free slots to waiting prompts; each admitted one gets its first token."""
@@ -286,10 +288,13 @@ class _Batch:
         """Pick the next token of each slot from its last hidden state [B, H]."""
         logits = self.target.logits(hidden)
         requests = [self.running[slot] for slot in slots]
-        if self._expected is not None:
-            rows = torch.softmax(logits.float(), dim=-1).to(self.target.dtype) @ self.target.head
+        if self._teacher is not None:
+            rows = hidden
+            if self._kind == "expected":
+                probs = torch.softmax(logits.float(), dim=-1)
+                rows = probs.to(self.target.dtype) @ self.target.head
             where = torch.tensor(slots)
-            self._expected[where, self.cache.lengths[where] - 1] = rows
+            self._teacher[where, self.cache.lengths[where] - 1] = rows
         tokens = choose(logits, self.sampling, [request.random for request in requests])
         for request, token in zip(requests, tokens, strict=True):
             request.output_ids.append(token)
@@ -312,14 +317,14 @@ class _Batch:
         request = self.running[slot]
         prompt = len(self.prompts[request.index])
         length = prompt + len(request.output_ids) - 1
-        context = expected = None
+        context = teacher = None
         if self._context is not None:
             context = self._context[slot, :length].clone()
-        if self._expected is not None:
-            expected = self._expected[slot, :length].clone()
-            expected[: prompt - 1] = 0
+        if self._teacher is not None:
+            teacher = self._teacher[slot, :length].clone()
+            teacher[: prompt - 1] = 0
         return Generation(
-            request.index, request.output_ids, request.finish_reason, context, expected
+            request.index, request.output_ids, request.finish_reason, context, teacher
         )
 
 

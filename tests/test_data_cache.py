@@ -17,23 +17,23 @@ def row(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_rows_come_back_padded_to_their_tokens(tmp_path: Path) -> None:
-    writer = CacheWriter(tmp_path, "part-0", "bfloat16")
+    writer = CacheWriter(tmp_path, "part-0", "bfloat16", "expected")
     rows = {f"a/{n}": row(n, n) for n in (3, 7)}
     for name, (context, expected) in rows.items():
         writer.add(name, context, expected)
     writer.flush()
-    reader = CacheReader(tmp_path)
+    reader = CacheReader(tmp_path, "expected")
     for name, (context, expected) in rows.items():
         assert name in reader
         read = reader.read(name, len(context) + 1)  # the row's last token was never fed
         assert torch.equal(read.context[:-1], context)
         assert not read.context[-1].any()
-        assert read.expected is not None
-        assert torch.equal(read.expected[:-1], expected)
+        assert read.teacher is not None
+        assert torch.equal(read.teacher[:-1], expected)
         cut = reader.read(name, 2)
-        assert cut.expected is not None
+        assert cut.teacher is not None
         assert torch.equal(cut.context, context[:2])
-        assert torch.equal(cut.expected, expected[:2])
+        assert torch.equal(cut.teacher, expected[:2])
     assert "b" not in reader
 
 
@@ -44,7 +44,7 @@ def test_float8_keeps_relative_precision_and_zero(tmp_path: Path, scale: float) 
     writer.add("a", context, None)
     writer.flush()
     read = CacheReader(tmp_path).read("a", 5)
-    assert read.expected is None
+    assert read.teacher is None
     largest = context.abs().amax(1, keepdim=True)
     assert read.context.isfinite().all()
     assert ((read.context.float() - context).abs() <= 0.07 * largest).all()
@@ -56,7 +56,7 @@ def test_shards_are_numbered_on_and_a_broken_one_is_absent(
 ) -> None:
     monkeypatch.setattr(cache, "SHARD_BYTES", 100)
     for names in (("a", "b"), ("c",)):  # a second writer goes on, as after a restart
-        writer = CacheWriter(tmp_path, "part-0", "bfloat16")
+        writer = CacheWriter(tmp_path, "part-0", "bfloat16", "last")
         for name in names:
             writer.add(name, *row(4, 0))
         writer.flush()
@@ -69,7 +69,7 @@ def test_shards_are_numbered_on_and_a_broken_one_is_absent(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_the_announced_size_is_the_size(tmp_path: Path, dtype: str) -> None:
-    writer = CacheWriter(tmp_path, "part-0", dtype)
+    writer = CacheWriter(tmp_path, "part-0", dtype, "last")
     context, expected = torch.randn(2000, 64), torch.randn(2000, 16)
     writer.add("a", context, expected)
     writer.flush()

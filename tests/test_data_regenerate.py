@@ -160,7 +160,7 @@ def test_features_come_before_the_row_is_stored(target: Target, tmp_path: Path) 
         assert row.id not in out.read_text()
         seen[row.id] = (row, context, expected)
 
-    run(target, make_prompts(4), out, layer_ids=LAYERS, expected=True, on_features=keep)
+    run(target, make_prompts(4), out, layer_ids=LAYERS, teacher="expected", on_features=keep)
     assert set(seen) == {"p0", "p1", "p2", "p3"}
     for row, context, expected in seen.values():
         (alone,) = capture(target, [row.input_ids[:-1]], LAYERS)

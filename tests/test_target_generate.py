@@ -107,16 +107,16 @@ def test_features_and_expected_rows_belong_to_their_tokens(target: Target) -> No
         max_new_tokens=6,
         batch_size=2,
         layer_ids=LAYERS,
-        expected=True,
+        teacher="expected",
         stop_token_ids=(),
     ):
         ids = some[result.index] + result.output_ids[:-1]
         [features] = capture(target, [ids], LAYERS)
-        assert result.context is not None and result.expected is not None
+        assert result.context is not None and result.teacher is not None
         torch.testing.assert_close(result.context, features.context, atol=2e-5, rtol=1e-4)
         rows = torch.softmax(target.logits(features.last), dim=-1) @ target.head
         rows[: len(some[result.index]) - 1] = 0
-        torch.testing.assert_close(result.expected, rows, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(result.teacher, rows, atol=2e-5, rtol=1e-4)
 
 
 def test_after_the_deadline_nothing_starts(target: Target) -> None:

@@ -304,12 +304,12 @@ def test_cached_features_are_used_and_say_what_capture_says(
             got.features[inner].float(), want.features[inner], atol=0.02, rtol=0.01
         )
         teaches = inner & torch.cat([want.loss_mask[1:], want.loss_mask[:1]])
-        assert got.expected is not None
-        assert want.expected is not None
+        assert got.teacher is not None
+        assert want.teacher is not None
         torch.testing.assert_close(
-            got.expected[teaches].float(), want.expected[teaches], atol=0.02, rtol=0.01
+            got.teacher[teaches].float(), want.teacher[teaches], atol=0.02, rtol=0.01
         )
-        assert not want.expected[~teaches].any()
+        assert not want.teacher[~teaches].any()
     assert train_step(runs["cache"], 1.0, PartialState(cpu=True), elapsed=0.0).applied
 
 

@@ -147,7 +147,7 @@ def gather_material(
         )
     done = folder / "answers.done"
     cpu_seconds = json.loads(done.read_text())["cpu_seconds"] if done.exists() else 0.0
-    cache = CacheReader(feature_folder(out, layer_ids))
+    cache = CacheReader(feature_folder(out, layer_ids), recipe.teacher)
     return Material(rows, _heldout(recipe, target), cache, cpu_seconds)
 
 
@@ -216,7 +216,7 @@ def _answer(
         seed=recipe.train.seed,
         deadline_seconds=None if data.minutes is None else data.minutes * 60,
         layer_ids=layer_ids if writer else None,
-        expected=recipe.loss.labels == "soft",
+        teacher=recipe.teacher,
         on_features=writer.add_row if writer else None,
         progress=None if state.is_main_process else lambda line: None,
     )
@@ -244,7 +244,7 @@ def _cache_writer(
             "num_features": len(layer_ids) * target.hidden_size,
             "hidden_size": target.hidden_size,
             "dtype": data.cache_dtype,
-            "soft": recipe.loss.labels == "soft",
+            "soft": recipe.teacher is not None,
         }
         print(f"feature cache: {estimate_bytes(1, **sizes)} bytes a token", file=sys.stderr)
         if data.minutes is None:
@@ -253,7 +253,7 @@ def _cache_writer(
             size = estimate_bytes(tokens, **sizes)
             print(f"feature cache: at most {size / 1e9:.2f} GB in all", file=sys.stderr)
             check_disk(folder, size)
-    return CacheWriter(folder, f"part-{state.process_index}", data.cache_dtype)
+    return CacheWriter(folder, f"part-{state.process_index}", data.cache_dtype, recipe.teacher)
 
 
 def feature_folder(out: Path, layer_ids: tuple[int, ...]) -> Path:

@@ -38,12 +38,11 @@ class Samples:
         layer_ids: tuple[int, ...],
         seq_length: int,
         num_anchors: int,
-        soft_labels: bool,
         seed: int,
     ) -> None:
         self._rows = rows
         self._target, self._cache, self._layer_ids = target, cache, layer_ids
-        self._num_anchors, self._soft, self._seed = num_anchors, soft_labels, seed
+        self._num_anchors, self._seed = num_anchors, seed
         # Rows without a label would only take room.
         useful = [i for i, row in enumerate(rows) if row.num_supervised > 1]
         shuffled = [useful[i] for i in order(len(useful), seed, epoch=-1)]
@@ -72,31 +71,34 @@ class Samples:
             num_anchors=self._num_anchors,
             generator=seeded("anchors", self._seed, epoch, index),
         )
-        expected = [f.expected.to(device) for f in features if f.expected is not None]
+        teacher = [f.teacher.to(device) for f in features if f.teacher is not None]
         sequence = PackedSequence(
             input_ids=batch.input_ids.to(device),
             loss_mask=batch.loss_mask.to(device),
             starts=batch.document_starts.to(device),
             ends=batch.document_ends.to(device),
             features=torch.cat([f.context.to(device) for f in features]),
-            expected=torch.cat(expected) if self._soft else None,
+            teacher=torch.cat(teacher) if self._cache.teacher else None,
         )
         return Sample(sequence, anchors.to(device))
 
     def _features(self, row: Row, length: int) -> RowFeatures:
+        kind = self._cache.teacher
         if row.id in self._cache:
             found = self._cache.read(row.id, length)
-            if found.expected is not None or not self._soft:
+            if found.teacher is not None or kind is None:
                 return found
         ids = row.input_ids[:length]
         features = capture(self._target, [ids], self._layer_ids)[0]
-        expected = None
-        if self._soft:
+        teacher = None
+        if kind is not None:
             # Only positions before a generated token teach; the head is the expensive part.
             teaches = torch.tensor([*row.loss_mask[1:length], 0], dtype=torch.bool)
-            expected = torch.zeros_like(features.last)
-            expected[teaches] = expected_row(features.last[teaches], self._head).to(expected.dtype)
-        return RowFeatures(features.context, expected)
+            teacher = torch.zeros_like(features.last)
+            last = features.last[teaches]
+            rows = last if kind == "last" else expected_row(last, self._head)
+            teacher[teaches] = rows.to(teacher.dtype)
+        return RowFeatures(features.context, teacher)
 
 
 def target_head(target: Target, dtype: torch.dtype | None = None) -> Head:

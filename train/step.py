@@ -109,7 +109,6 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
             layer_ids=draft.config.target_layer_ids,
             seq_length=section.seq_length,
             num_anchors=section.num_anchors,
-            soft_labels=soft,
             seed=section.seed,
         ),
         embedding=target.embedding.to(dtype),
