@@ -8,7 +8,7 @@ the library nobody checks them again.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ARCHITECTURE = "DFlashDraftModel"
 BACKBONE_KEYS = (
@@ -77,6 +77,11 @@ class DFlashConfig:
         return self.block_size - 1
 
     @property
+    def first_slot(self) -> int:
+        """The block slot that drafts the first token: the one after the anchor."""
+        return 1
+
+    @property
     def num_features(self) -> int:
         """Width of a context feature: the chosen layers' hidden states side by side."""
         return len(self.target_layer_ids) * self.hidden_size
@@ -112,7 +117,7 @@ class DFlashConfig:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], *, where: str = "config.json") -> "DFlashConfig":
+    def from_json(cls, data: dict[str, Any], *, where: str = "config.json") -> Self:
         """Read our own or z-lab's `config.json`; nested `dflash_config` wins over the top level.
 
         Raises ValueError that names the key for anything missing, ambiguous or not supported.
@@ -167,7 +172,7 @@ class DFlashConfig:
         )
 
     @classmethod
-    def load(cls, directory: str | Path) -> "DFlashConfig":
+    def load(cls, directory: str | Path) -> Self:
         """Read `directory/config.json`; FileNotFoundError names the file when there is none."""
         path = Path(directory) / "config.json"
         if not path.is_file():

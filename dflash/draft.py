@@ -14,11 +14,12 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,8 +27,7 @@ from transformers.models.qwen3 import Qwen3Config
 
 from .attention import Group, block_attention
 from .config import DFlashConfig
-
-WEIGHTS = "model.safetensors"
+from .files import WEIGHTS, check_tensors, check_values, read_weights
 
 
 class RMSNorm(nn.Module):
@@ -136,9 +136,24 @@ class DraftCache:
         self.values[layer][slots_B[:, None], :, columns_BT] = v
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter proposes after each anchor. B requests, D drafted tokens, V vocabulary."""
+
+    tokens: Tensor  # [B, D]
+    probs: Tensor | None = None  # [B, D, V] float32, what each token was drawn from; None: argmax
+    confidence: Tensor | None = None  # [B, D] float32 logits: slot k survives, given those before
+
+
+# choose(k, logits [B, V]) -> the tokens [B] of draft index k and the distribution they were drawn
+# from [B, V] float32, None for a point mass.
+Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
+
+
 class DFlashDraft(nn.Module):
     """A DFlash drafter. Parameters carry the names of its file (DESIGN section 7)."""
 
+    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     layers: Sequence[Layer]  # a ModuleList, which has no type of its items
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -281,16 +296,22 @@ class DFlashDraft(nn.Module):
         *,
         embedding: Tensor,
         head: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Draft tokens [B, D] after anchor tokens [B].
+        choose: Choose | None = None,
+    ) -> Proposal:
+        """Tokens after anchors [B]: the argmax of the target's head at each drafted slot.
 
-        The argmax of the target's head at each drafted slot.
+        `choose` is not asked: all slots are drafted at once, so the drafter is a point mass.
         """
+        hidden = self._hidden_of_anchors(cache, slots, anchors, embedding)
+        # Contiguous: a product with a strided 3-D slice copies the head's weight once a row.
+        return Proposal(head(hidden[:, self.config.first_slot :].contiguous()).argmax(-1))
+
+    def _hidden_of_anchors(
+        self, cache: DraftCache, slots: Tensor, anchors: Tensor, embedding: Tensor
+    ) -> Tensor:
         inputs = anchors.new_full((len(anchors), self.config.block_size), self.config.mask_token_id)
         inputs[:, 0] = anchors
-        hidden = self.hidden(cache, slots, F.embedding(inputs, embedding))
-        # Contiguous: a product with a strided 3-D slice copies the head's weight once a row.
-        return head(hidden[:, 1:].contiguous()).argmax(-1)
+        return self.hidden(cache, slots, F.embedding(inputs, embedding))
 
     # Files
 
@@ -321,13 +342,13 @@ class DFlashDraft(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
-    ) -> "DFlashDraft":
+    ) -> Self:
         """Load a drafter directory, strictly; `dtype` None keeps the file's.
 
         Raises ValueError that lists every missing and unexpected tensor, or the first shape that
         does not fit.
         """
-        config = DFlashConfig.load(directory)
+        config = cls.config_class.load(directory)
         tensors = read_weights(directory)
         with torch.device("meta"):
             draft = cls(config)
@@ -368,57 +389,6 @@ def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
         except KeyError as error:
             raise ValueError(f"rope_parameters {rope} lack {error}") from None
-
-
-def read_weights(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors of a drafter directory, one file or sharded, a leading `model.` dropped."""
-    root = Path(directory)
-    index = root / f"{WEIGHTS}.index.json"
-    files = (
-        [WEIGHTS]
-        if not index.is_file()
-        else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    )
-    tensors: dict[str, Tensor] = {}
-    for name in files:
-        if not (root / name).is_file():
-            raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
-        try:
-            with safe_open(root / name, framework="pt") as file:
-                tensors |= {key.removeprefix("model."): file.get_tensor(key) for key in file.keys()}
-        except SafetensorError as error:
-            raise ValueError(f"{root / name}: not a whole safetensors file ({error})") from None
-    return tensors
-
-
-def check_values(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Raise ValueError unless all weights are finite numbers of one floating-point type."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values()}
-    if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
-        raise ValueError(
-            f"{directory}: the weights are {', '.join(sorted(dtypes))}; expected all of them in "
-            "one of float32, bfloat16, float16"
-        )
-    broken = [name for name, value in tensors.items() if not value.isfinite().all()]
-    if broken:
-        raise ValueError(f"{directory}: {broken[0]} holds NaN or infinity; train or copy it again")
-
-
-def check_tensors(
-    found: Mapping[str, Tensor], expected: Mapping[str, torch.Size], directory: str | Path
-) -> None:
-    """Raise ValueError unless names and shapes are exactly the expected ones."""
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
-        raise ValueError(
-            f"{directory}: the weights do not fit the config; missing {missing or 'none'}; "
-            f"unexpected {extra or 'none'}"
-        )
-    for name, shape in expected.items():
-        if found[name].shape != shape:
-            raise ValueError(
-                f"{directory}: {name} is {list(found[name].shape)}, the config says {list(shape)}"
-            )
 
 
 def copy_layers(draft: DFlashDraft, layers: Sequence[Mapping[str, Tensor]]) -> list[str]:

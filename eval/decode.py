@@ -91,7 +91,9 @@ class NetworkDrafter:
 
     def propose(self, slots: Tensor, anchors: Tensor) -> Tensor:
         embedding = self.target.embedding
-        return self.draft.propose(self._cache, slots, anchors, embedding=embedding, head=self._head)
+        return self.draft.propose(
+            self._cache, slots, anchors, embedding=embedding, head=self._head
+        ).tokens
 
     def _head(self, hidden: Tensor) -> Tensor:
         # As a matrix: a slice of a single block would have the whole head's weight copied. In fp32:

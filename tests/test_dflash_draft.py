@@ -12,7 +12,8 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from spec.dflash.config import DFlashConfig
-from spec.dflash.draft import DFlashDraft, copy_layers, read_weights
+from spec.dflash.draft import DFlashDraft, copy_layers
+from spec.dflash.files import read_weights
 from spec.train.optim import Masters
 
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}

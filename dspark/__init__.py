@@ -1,0 +1,1 @@
+"""DSpark: DFlash with a sequential head, a confidence head and load-aware verification."""
