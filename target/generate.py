@@ -132,6 +132,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    names: Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
     layer_ids: Sequence[int] | None = None,
     teacher: Teacher | None = None,
@@ -140,11 +141,11 @@ def generate(
 ) -> Iterator[Generation]:
     """Answer every prompt, in any order, each as soon as it is finished.
 
-    Sampling draws from a generator seeded with (seed, index of the prompt): what a prompt gets does
-    not depend on its neighbours. `layer_ids` asks for context features, `teacher` for what soft
-    labels need. After `deadline` (seconds of time.monotonic) no step starts; unfinished
-    answers are dropped, or yielded as "deadline" with `keep_unfinished`. `stop_token_ids` defaults
-    to the target's own; () ignores them.
+    Sampling draws from a generator seeded with (seed, the prompt's name; by default its index):
+    what a prompt gets does not depend on its neighbours. `layer_ids` asks for context features,
+    `teacher` for what soft labels need. After `deadline` (seconds of time.monotonic) no step
+    starts; unfinished answers are dropped, or yielded as "deadline" with `keep_unfinished`.
+    `stop_token_ids` defaults to the target's own; () ignores them.
 
     Raises ValueError for an empty prompt, one too long for the target, or an impossible sampling.
     """
@@ -153,13 +154,17 @@ def generate(
         raise ValueError(f"batch_size is {batch_size}; expected at least 1")
     if not prompts:
         return
+    names = [str(index) for index in range(len(prompts))] if names is None else names
+    assert len(names) == len(prompts), "one name a prompt"
     sampling = Sampling(temperature, top_p, top_k, seed)
     stop = frozenset(target.stop_token_ids if stop_token_ids is None else stop_token_ids)
     slots = min(batch_size, len(prompts))
     cache = SlotCache(target, slots, max(map(len, prompts)) + max_new_tokens)
     capturing = Capture(target, layer_ids, last=False) if layer_ids is not None else None
     with capturing or nullcontext():
-        batch = _Batch(target, cache, prompts, max_new_tokens, sampling, stop, capturing, teacher)
+        batch = _Batch(
+            target, cache, prompts, names, max_new_tokens, sampling, stop, capturing, teacher
+        )
         while batch.running or batch.waiting:
             if deadline is not None and time.monotonic() >= deadline:
                 break
@@ -214,6 +219,7 @@ class _Batch:
         target: Target,
         cache: SlotCache,
         prompts: Sequence[Sequence[int]],
+        names: Sequence[str],
         max_new_tokens: int,
         sampling: Sampling,
         stop: frozenset[int],
@@ -223,6 +229,7 @@ class _Batch:
         self.target = target
         self.cache = cache
         self.prompts = prompts
+        self.names = names
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling
         self.stop = stop
@@ -240,7 +247,8 @@ class _Batch:
         chosen = [(self.free.pop(0), self.waiting.popleft()) for _ in self._possible()]
         for slot, index in chosen:
             self.cache.lengths[slot] = 0
-            self.running[slot] = _Running(index, random.Random(f"{self.sampling.seed}/{index}"))
+            seed = f"{self.sampling.seed}/{self.names[index]}"
+            self.running[slot] = _Running(index, random.Random(seed))
         requests = [(slot, self.prompts[index]) for slot, index in chosen]
         starts = [0] * len(requests)
         for call in prefill(self.target, self.cache, requests):

@@ -99,6 +99,27 @@ def test_sampled_answers_do_not_depend_on_the_batch(target: Target) -> None:
     assert runs[0] != runs[2]
 
 
+def test_a_sampled_answer_belongs_to_its_prompts_name(target: Target) -> None:
+    some, names = prompts(6), [f"p{i}" for i in range(6)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.9, "stop_token_ids": ()}
+
+    def answers(places: list[int]) -> dict[int, list[int]]:
+        results = generate(
+            target,
+            [some[i] for i in places],
+            names=[names[i] for i in places],
+            batch_size=2,
+            **options,
+        )
+        return {places[r.index]: r.output_ids for r in results}
+
+    whole = answers([0, 1, 2, 3, 4, 5])
+    assert answers([4, 1]) == {i: whole[i] for i in (4, 1)}
+    assert list(answers([0]).values()) != [
+        r.output_ids for r in generate(target, some[:1], batch_size=1, **options)
+    ]
+
+
 def test_features_and_expected_rows_belong_to_their_tokens(target: Target) -> None:
     some = prompts(5)
     for result in generate(
