@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def directory_name(directory: Path) -> str:
 
 def weight_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
+
+
+def target_revision(directory: Path) -> str:
+    """A hash of the config and of every weight file's name, size and header."""
+    digest = hashlib.sha256()
+    for path in sorted([directory / "config.json", *weight_files(directory)]):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 16))
+    return digest.hexdigest()[:16]
 
 
 def _check_directory(directory: Path, *, need_weights: bool) -> None:

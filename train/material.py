@@ -3,7 +3,6 @@
 The target, the rows, the held-out prompts; made once under `out` and found again on resume.
 """
 
-import hashlib
 import json
 import socket
 import sys
@@ -31,6 +30,7 @@ from ..data.regenerate import regenerate
 from ..data.rows import Row, read_rows
 from ..data.stdlib import Split, stdlib_prompts
 from ..recipes.schema import Recipe
+from ..target.files import target_revision
 from ..target.generate import max_positions
 from ..target.gguf import convert_gguf, find_packaged_gguf
 from ..target.model import Target
@@ -156,7 +156,7 @@ def check_inputs(recipe: Recipe, out: Path, target: Target) -> None:
     data = recipe.data
     files = [*data.prompts, *data.conversations, *data.rows, *data.heldout]
     now = describe_inputs([name for name in files if name not in BUILT_IN])
-    now["target"] = target_revision(target)
+    now["target"] = target_revision(target.path)
     path = out / "data" / "inputs.json"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -325,13 +325,3 @@ def _fitting(
             fits = False
         if fits:
             yield prompt
-
-
-def target_revision(target: Target) -> str:
-    """A hash of the config and of every weight file's name, size and header."""
-    digest = hashlib.sha256()
-    for path in sorted([target.path / "config.json", *target.path.glob("*.safetensors")]):
-        if path.is_file():
-            with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 16))
-    return digest.hexdigest()[:16]

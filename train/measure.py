@@ -19,9 +19,9 @@ from ..eval.acceptance import Rounds
 from ..eval.acceptance import measure as measure_rounds
 from ..eval.decode import NetworkDrafter, speculate
 from ..recipes.schema import EvalSection, Recipe
+from ..target.files import target_revision
 from ..target.model import Target
 from .checkpoint import TrainState
-from .material import target_revision
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def write_provenance(out: Path, recipe: Recipe, target: Target, state: TrainStat
     record = {
         "recipe": _without_folders(recipe.model_dump(mode="json", exclude={"out"})),
         "data": {path.name: json.loads(path.read_text()) for path in manifests},
-        "target": {"name": target.name, "revision": target_revision(target)},
+        "target": {"name": target.name, "revision": target_revision(target.path)},
         "step": state.step,
         "heldout_acceptance_length": state.best_acceptance,
         "versions": {
