@@ -8,9 +8,8 @@ the library nobody checks them again.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-ARCHITECTURE = "DFlashDraftModel"
 BACKBONE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -50,6 +49,14 @@ class DFlashConfig:
     max_position_embeddings: int = 32768
     is_causal: bool = False
     input_embedding_scale: float = 1.0
+
+    architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)  # the first is written
+    required_keys: ClassVar[tuple[str, ...]] = (
+        "block_size",
+        "target_layer_ids",
+        "mask_token_id",
+        "num_target_layers",
+    )
 
     def __post_init__(self) -> None:
         check_layer_ids(self.target_layer_ids, self.num_target_layers)
@@ -92,7 +99,7 @@ class DFlashConfig:
         `dtype` is that of the weights beside it ("float32", "bfloat16").
         """
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [self.architectures[0]],
             "model_type": "qwen3",
             **{key: getattr(self, key) for key in BACKBONE_KEYS},
             "hidden_act": "silu",
@@ -107,18 +114,24 @@ class DFlashConfig:
             "rope_theta": self.rope_parameters["rope_theta"],
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
+            **self._own_keys(),
+            "dtype": dtype,
+        }
+
+    def _own_keys(self) -> dict[str, Any]:
+        """What of `config.json` belongs to the algorithm."""
+        return {
             "dflash_config": {
                 "target_layer_ids": list(self.target_layer_ids),
                 "mask_token_id": self.mask_token_id,
                 "block_size": self.block_size,
                 "input_embedding_scale": self.input_embedding_scale,
-            },
-            "dtype": dtype,
+            }
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any], *, where: str = "config.json") -> Self:
-        """Read our own or z-lab's `config.json`; nested `dflash_config` wins over the top level.
+        """Read our own or a published `config.json`; nested `dflash_config` wins over the top.
 
         Raises ValueError that names the key for anything missing, ambiguous or not supported.
         """
@@ -127,32 +140,13 @@ class DFlashConfig:
                 f"{where} is a speculators checkpoint (layer ids are stored one higher there); it "
                 "has to be converted first"
             )
-        architectures = data.get("architectures") or []
-        if ARCHITECTURE not in architectures:
+        found = data.get("architectures") or []
+        if not set(cls.architectures) & set(found):
             raise ValueError(
-                f"{where}: architectures is {architectures}, expected [{ARCHITECTURE!r}]"
+                f"{where}: architectures is {found}, expected [{cls.architectures[0]!r}]"
             )
-        nested = data.get("dflash_config") or {}
-        if not isinstance(nested, dict):
-            raise ValueError(f"{where}: dflash_config is {nested!r}, expected an object")
-        for key in sorted(nested.keys() & data.keys()):
-            if data[key] is not None and data[key] != nested[key]:
-                raise ValueError(
-                    f"{where}: {key} is {data[key]!r} at the top and {nested[key]!r} in "
-                    "dflash_config; keep the one trained with"
-                )
-        own = {**data, **nested}
-        missing = [
-            key
-            for key in (
-                *BACKBONE_KEYS,
-                "block_size",
-                "target_layer_ids",
-                "mask_token_id",
-                "num_target_layers",
-            )
-            if own.get(key) is None
-        ]
+        own = {**data, **_nested(data, where)}
+        missing = [k for k in (*BACKBONE_KEYS, *cls.required_keys) if own.get(k) is None]
         if missing:
             raise ValueError(
                 f"{where} lacks {', '.join(missing)}; a drafter cannot be read without guessing "
@@ -169,21 +163,51 @@ class DFlashConfig:
             rope_parameters=read_rope(data, where=where),
             is_causal=own.get("is_causal") or False,
             input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
+            **cls._read_own(own, where),
         )
+
+    @classmethod
+    def _read_own(cls, own: dict[str, Any], where: str) -> dict[str, Any]:
+        """The algorithm's own fields; ValueError for a drafter of another algorithm."""
+        if own.get("markov_rank") is not None:
+            raise ValueError(
+                f"{where} has markov_rank: its slots predict one token later than DFlash's; read "
+                "it as DSpark"
+            )
+        return {}
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
         """Read `directory/config.json`; FileNotFoundError names the file when there is none."""
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no drafter at {directory}: it has no config.json")
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: not JSON ({error})") from None
-        if not isinstance(data, dict):
-            raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
-        return cls.from_json(data, where=str(path))
+        return cls.from_json(read_config(directory), where=str(Path(directory) / "config.json"))
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The object in `directory/config.json`; FileNotFoundError or ValueError where there is none."""
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no drafter at {directory}: it has no config.json")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
+    return data
+
+
+def _nested(data: dict[str, Any], where: str) -> dict[str, Any]:
+    """`dflash_config`, which must not contradict the top level."""
+    nested = data.get("dflash_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"{where}: dflash_config is {nested!r}, expected an object")
+    for key in sorted(nested.keys() & data.keys()):
+        if data[key] is not None and data[key] != nested[key]:
+            raise ValueError(
+                f"{where}: {key} is {data[key]!r} at the top and {nested[key]!r} in "
+                "dflash_config; keep the one trained with"
+            )
+    return nested
 
 
 def check_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
@@ -277,8 +301,3 @@ def _refuse_unsupported(own: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: attention_bias is not supported")
     if own.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{where}: hidden_act {own['hidden_act']!r} is not supported, only silu")
-    if own.get("markov_rank") is not None:
-        raise ValueError(
-            f"{where} has markov_rank: its slots predict one token later than DFlash's; read it "
-            "as DSpark"
-        )
