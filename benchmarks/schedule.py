@@ -31,7 +31,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     table = CostTable((1, 64, 512, 4096), (100.0, 95.0, 50.0, 8.0))
     for num_requests in (1, 16, 256):
-        survivals = np.cumprod(rng.beta(4, 1, size=(num_requests, NUM_SLOTS)), axis=1)
+        draws = rng.beta(4, 1, size=(num_requests, NUM_SLOTS))
+        survivals = np.cumprod(draws, axis=1, dtype=np.float64)
         admitted = int(prefix_schedule(survivals, table).sum())
         took = milliseconds(lambda s=survivals: prefix_schedule(s, table), repeats=200)
         print(f"schedule {num_requests:>3} x {NUM_SLOTS}: {took:.3f} ms ({admitted} admitted)")
