@@ -76,7 +76,7 @@ def evaluate(
     Raises ValueError where no prompt fits.
     """
     room = drafter.num_draft_tokens if room is None else room
-    groups, skipped = _encode(target, prompts, max_new_tokens + room)
+    groups, skipped = encode_groups(target, prompts, max_new_tokens + room)
     baseline = {} if baseline is None else baseline
     options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     shortest = min((ids for group in groups.values() for ids in group), key=len)
@@ -144,7 +144,7 @@ def write_report(
     return path
 
 
-def _encode(
+def encode_groups(
     target: Target, prompts: Sequence[Prompt], needed: int
 ) -> tuple[dict[str, list[list[int]]], Counter[str]]:
     """Ids of the prompts that fit, by group in order of name; the others counted by reason."""
