@@ -46,12 +46,16 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def target_revision(directory: Path) -> str:
-    """A hash of the config and of every weight file's name, size and header."""
+    """A hash of the config and of every weight file's name, size, header and first weights."""
     digest = hashlib.sha256()
     for path in sorted([directory / "config.json", *weight_files(directory)]):
         if path.is_file():
             with path.open("rb") as file:
-                digest.update(f"{path.name} {path.stat().st_size}".encode() + file.read(1 << 16))
+                # A header may be longer than what is read; two fine-tunes of one model share it.
+                header = int.from_bytes(file.read(8), "little") if path.suffix != ".json" else 0
+                file.seek(0)
+                start = file.read(max(1 << 16, min(header, 1 << 26) + (1 << 12)))
+                digest.update(f"{path.name} {path.stat().st_size}".encode() + start)
     return digest.hexdigest()[:16]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from .cache import SlotCache, forward_slots
 from .capture import Capture
 from .model import Target
+from .sampling import Sampling, choose
 from .teacher import Teacher
 
 PREFILL_TOKENS = (
@@ -44,24 +45,6 @@ class Generation:
     finish_reason: str  # "stop" | "length" | "deadline" (only with keep_unfinished)
     context: Tensor | None = None
     teacher: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; temperature 0 takes the argmax."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(
-                f"sampling has temperature {self.temperature}, top_p {self.top_p}, top_k "
-                f"{self.top_k}; expected "
-                "temperature >= 0, 0 < top_p <= 1, top_k >= 0 (0 keeps every token)"
-            )
 
 
 @dataclass
@@ -334,47 +317,3 @@ class _Batch:
         return Generation(
             request.index, request.output_ids, request.finish_reason, context, teacher
         )
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """Argmax over the last dimension, the first of equals."""
-    return logits.max(dim=-1).indices  # argmax in bf16 takes four times as long on a CPU
-
-
-def choose(logits: Tensor, sampling: Sampling, randoms: Sequence[random.Random]) -> list[int]:
-    """The next token of each row of [B, V]: the argmax, or a draw with that row's own generator."""
-    if sampling.temperature == 0:
-        return greedy(logits).tolist()
-    logits = logits.float() / sampling.temperature
-    draws = torch.tensor([r.random() for r in randoms], dtype=torch.float64, device=logits.device)
-    if sampling.top_k == 0 and sampling.top_p == 1.0:
-        return _draw(torch.softmax(logits, dim=-1), draws).tolist()
-    probabilities, ids = _candidates(logits, sampling)
-    # A token stays while the mass before it is below top_p: the first always does.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = probabilities * (before < sampling.top_p)
-    picked = _draw(kept / kept.sum(dim=-1, keepdim=True), draws)
-    return ids.gather(1, picked[:, None])[:, 0].tolist()
-
-
-def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Probabilities in descending order and their ids: the top k, or enough to hold top_p."""
-    vocabulary = logits.shape[-1]
-    if sampling.top_k:
-        top, ids = logits.topk(min(sampling.top_k, vocabulary), dim=-1)
-        return torch.softmax(top, dim=-1), ids
-    probabilities = torch.softmax(logits, dim=-1)
-    # Sorting the vocabulary costs more than the head; the nucleus is nearly always among the first
-    # few.
-    top, ids = probabilities.topk(min(256, vocabulary), dim=-1)
-    if bool((top.sum(dim=-1) < sampling.top_p).any()):
-        top, ids = probabilities.sort(dim=-1, descending=True)
-    return top, ids
-
-
-def _draw(probabilities: Tensor, draws: Tensor) -> Tensor:
-    """Inverse cumulative distribution at each row's draw in [0, 1)."""
-    cumulative = probabilities.double().cumsum(dim=-1)
-    # Scaled by the total, so that rounding cannot push a draw past the last token.
-    at = torch.searchsorted(cumulative, (draws * cumulative[:, -1])[:, None], right=True)
-    return at[:, 0].clamp(max=probabilities.shape[-1] - 1)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec.target.cache import SlotCache
 from spec.target.capture import capture
-from spec.target.generate import Generation, Sampling, choose, generate, prefill
+from spec.target.generate import Generation, generate, prefill
 from spec.target.model import Target
 
 LAYERS = (1, 2)
@@ -180,31 +180,6 @@ def test_prefill_in_pieces_equals_prefill_at_once(target: Target) -> None:
         last.append(ends)
     for once, pieces in zip(*last, strict=True):
         torch.testing.assert_close(once, pieces, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(1.0), Sampling(0.7), Sampling(1.0, top_k=3), Sampling(1.0, top_p=0.8)],
-    ids=["plain", "temperature", "top_k", "top_p"],
-)
-def test_draws_follow_the_distribution(sampling: Sampling) -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
-    probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
-    if sampling.top_k:
-        probabilities[torch.tensor([2, 3])] = 0  # the two lowest of five
-    if sampling.top_p < 1:
-        # Descending: 0.563, 0.207, 0.126, ...: the mass before the third is 0.77, before the fourth
-        # 0.90.
-        probabilities[torch.tensor([2, 3])] = 0
-    probabilities /= probabilities.sum()
-    n = 20000
-    draws = choose(logits.expand(n, -1), sampling, [random.Random(i) for i in range(n)])
-    counts = torch.bincount(torch.tensor(draws), minlength=5).double()
-    kept = probabilities > 0
-    assert counts[~kept].sum() == 0
-    expected = probabilities[kept].double() * n
-    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
-    assert chi_square < 18.5  # 4 degrees of freedom at 0.1 %
 
 
 def test_impossible_requests_are_refused(target: Target) -> None:
