@@ -8,6 +8,7 @@ and exit code 2; SPEC_TRACEBACK=1 shows where it came from. Ctrl-C ends with 130
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -45,6 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    warnings.formatwarning = lambda message, *_args, **_options: show.warning(message)
     try:
         app(arguments)
     except BrokenPipeError:
@@ -141,12 +143,18 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows to write, .jsonl or .jsonl.zst.")],
     max_length: Annotated[int, typer.Option(min=2, help="Longest row in tokens.")] = 4096,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let the tokenizer run its own code.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Turn conversations into rows: token ids with a loss mask, and a manifest beside them."""
     from ..data.conversations import prepare as run
 
-    show.record(run(target, conversations, out, max_length=max_length), as_json=as_json)
+    manifest = run(
+        target, conversations, out, max_length=max_length, trust_remote_code=trust_remote_code
+    )
+    show.record(manifest, as_json=as_json)
 
 
 @app.command(epilog="Example: `spec regenerate -t ./model -p prompts.jsonl -o rows.jsonl`")

@@ -16,6 +16,11 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def warning(message: Warning | str) -> str:
+    """A warning as the one line that stderr gets."""
+    return f"spec: warning: {' '.join(str(message).split())}\n"
+
+
 def record(value: Any, *, as_json: bool) -> None:
     """Print a dataclass or a dict: a line a field, or one JSON object."""
     fields: dict[str, Any] = value if isinstance(value, dict) else dataclasses.asdict(value)

@@ -2,24 +2,18 @@
 
 For the assistant message j, the prompt is the ids of `messages[:j]` with the generation prompt, and
 the ids of `messages[:j + 1]` have to begin with them. What follows is the turn: supervised up to
-and with its end-of-turn token, and not beyond. The end-of-turn token is, in this order,
-
-1. the turn's first stop token (the tokenizer's eos, the target's other stop tokens);
-2. its last special token, where only white space follows (a base model's eos is not the chat's);
-3. the stop token right after the turn in the conversation (the next header ends the turn);
-4. none: the white space at the turn's end is left out.
+and with its end-of-turn token (see turns.py), and not beyond.
 
 An empty `<think></think>` that the template puts before an answer belongs to the prompt. A template
 that renders a turn differently once more follows (it strips earlier reasoning) gives one row a
 turn, each as the target would have seen it; a turn that does not begin with its prompt rejects the
-conversation.
+conversation. What the template leaves out without a word (the reasoning, all messages of a role,
+the tools) is counted and warned about.
 """
 
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +23,20 @@ from ..target.files import resolve
 from ..target.model import load_tokenizer
 from .jsonl import MAX_REJECTED, Rejected, check_rejected, count_reasons, read_objects, stem
 from .manifest import Manifest, describe_inputs, describe_tokenizer
-from .messages import BadMessages, adapt, parse_messages, parse_tools, render
+from .messages import (
+    IGNORABLE,
+    BadMessages,
+    adapt,
+    ignored_parts,
+    parse_messages,
+    parse_tools,
+    render,
+)
 from .rows import Row, write_rows
 from .tokens import Tokens
+from .turns import Turn, TurnEnds, find_turn
 
 TOO_LONG = "prompt longer than max_length"  # dropped and counted, but no fault of the file
-SOME_ANSWER = "answer-of-the-assistant"
-EMPTY_THINK = re.compile(r"(<|\[)([\w:|]+)[>\]]\s*\1/\2[>\]]\s*\Z")
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,7 @@ class Encoded:
     rows: list[Row] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     num_cut: int = 0  # rows that lost their end to max_length
-    reasoning_ignored: bool = False
-
-
-@dataclass(frozen=True)
-class Turn:
-    """`ids` of the conversation up to an assistant message; [start, end) are the target's own."""
-
-    ids: list[int]
-    start: int
-    end: int
+    ignored: tuple[str, ...] = ()  # of IGNORABLE: what the template left out without a word
 
 
 def read_conversations(path: str | Path) -> Iterator[Conversation | Rejected]:
@@ -90,7 +82,23 @@ def encode(
     *,
     stop_token_ids: Sequence[int] = (),
 ) -> Encoded:
-    """Ids and loss mask of a conversation, cut at `max_length` tokens."""
+    """Ids and loss mask of a conversation, cut at `max_length` tokens.
+
+    Warns of what the chat template leaves out.
+    """
+    encoded = _encode(conversation, tokenizer, max_length, stop_token_ids)
+    if encoded.ignored:
+        names = ", ".join(IGNORABLE[part] for part in encoded.ignored)
+        warnings.warn(f"the chat template ignores {names}", stacklevel=2)
+    return encoded
+
+
+def _encode(
+    conversation: Conversation,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    stop_token_ids: Sequence[int],
+) -> Encoded:
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template; give prompts to `spec regenerate` instead"
@@ -105,12 +113,10 @@ def encode(
         tokens = Tokens(tokenizer, check=text)
         ends = TurnEnds(tokens, stop_token_ids)
         full = tokens.ids(text)
-        turns = [_turn(tokens, messages[: j + 1], tools, ends, full) for j in places]
-        ignored = _ignores_reasoning(tokenizer, messages, tools)
+        turns = [find_turn(tokens, messages, j, tools, ends, full) for j in places]
+        ignored = ignored_parts(tokenizer, messages, tools)
     except BadMessages as error:
         return Encoded(rejected=[Rejected(id, error.reason, error.detail)])
-    if ignored:
-        warnings.warn("the chat template ignores reasoning_content", stacklevel=2)
     if all(full[: turn.end] == turn.ids[: turn.end] for turn in turns):
         rows = [_row(id, full, turns, conversation.tags)]
     else:
@@ -122,103 +128,6 @@ def encode(
     return _cut(rows, max_length, ignored)
 
 
-class TurnEnds:
-    """Finds where a turn ends; see the module's rule."""
-
-    def __init__(self, tokens: Tokens, stop_token_ids: Sequence[int]) -> None:
-        self.tokenizer = tokens.tokenizer
-        self.special = tokens.special
-        eos = self.tokenizer.eos_token_id
-        self.stop = {*stop_token_ids, *([eos] if isinstance(eos, int) else [])}
-
-    def find(self, ids: list[int], start: int, full: list[int]) -> int:
-        """End of the supervised part of `ids[start:]`; `full` is the whole conversation."""
-        for place in range(start, len(ids)):
-            if ids[place] in self.stop:
-                return place + 1
-        blank = list(takewhile(self._blank, reversed(ids[start:])))
-        end = len(ids) - len(blank)
-        if end > start and ids[end - 1] in self.special:
-            return end
-        if (
-            full[: len(ids)] == ids
-            and full[len(ids) : len(ids) + 1]
-            and full[len(ids)] in self.stop
-        ):
-            return len(ids) + 1
-        return end
-
-    def _blank(self, token: int) -> bool:
-        return token not in self.special and not str(self.tokenizer.decode([token])).strip()
-
-
-def _turn(
-    tokens: Tokens,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    ends: TurnEnds,
-    full: list[int],
-) -> Turn:
-    """The turn of the last of `messages`."""
-    tokenizer = tokens.tokenizer
-    text = render(tokenizer, messages, tools)
-    ids = tokens.ids(text)
-    prompt_text = render(tokenizer, messages[:-1], tools, generation=True)
-    header = _header(tokenizer, messages, tools, prompt_text)
-    prompt = tokens.ids(prompt_text)
-    if header and text.startswith(header):
-        start = tokens.count(text, header)
-    elif ids[: len(prompt)] == prompt:
-        start = len(prompt)
-    else:
-        start = len(ids)
-    if start == len(ids):
-        raise BadMessages(
-            "a turn does not begin with its prompt",
-            f"message {len(messages) - 1}: the chat template renders what is before it differently",
-        )
-    end = ends.find(ids, start, full)
-    return Turn(full[:end] if end > len(ids) else ids, start, end)
-
-
-def _header(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    prompt: str,
-) -> str | None:
-    """All that the template writes before the last message, where that is more than its prompt."""
-    before, last = messages[:-1], messages[-1]
-    answer = {"role": "assistant", "content": SOME_ANSWER}
-    header = render(tokenizer, [*before, answer], tools).rpartition(SOME_ANSWER)[0]
-    if len(header) <= len(prompt) or not header[len(prompt) :].strip():
-        return None
-    # The template knows no generation prompt: the header of an answer is no word of the target's.
-    if before and prompt == render(tokenizer, before, tools):
-        return header
-    if last.get("reasoning_content"):
-        return None
-    # An empty reasoning block, or whatever else the template writes when thinking is off.
-    if EMPTY_THINK.search(header):
-        return header
-    unthinking = render(tokenizer, before, tools, generation=True, enable_thinking=False)
-    return header if header == unthinking else None
-
-
-def _ignores_reasoning(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-) -> bool:
-    """Whether the first turn with reasoning renders the same without it."""
-    for j, message in enumerate(messages):
-        if message.get("reasoning_content"):
-            plain = {key: value for key, value in message.items() if key != "reasoning_content"}
-            kept = render(tokenizer, messages[: j + 1], tools)
-            return kept == render(tokenizer, [*messages[:j], plain], tools)
-    return False
-
-
 def _row(id: str, ids: list[int], turns: list[Turn], tags: tuple[str, ...]) -> Row:
     mask = [0] * len(ids)
     for turn in turns:
@@ -226,7 +135,7 @@ def _row(id: str, ids: list[int], turns: list[Turn], tags: tuple[str, ...]) -> R
     return Row(id, ids, mask, tags)
 
 
-def _cut(rows: list[Row], max_length: int, reasoning_ignored: bool) -> Encoded:
+def _cut(rows: list[Row], max_length: int, ignored: tuple[str, ...]) -> Encoded:
     kept: list[Row] = []
     rejected: list[Rejected] = []
     num_cut = 0
@@ -238,7 +147,7 @@ def _cut(rows: list[Row], max_length: int, reasoning_ignored: bool) -> Encoded:
             num_cut += length > max_length
         else:
             rejected.append(Rejected(row.id, TOO_LONG, f"{length} tokens, max_length {max_length}"))
-    return Encoded(kept, rejected, num_cut, reasoning_ignored)
+    return Encoded(kept, rejected, num_cut, ignored)
 
 
 def prepare(
@@ -248,37 +157,41 @@ def prepare(
     *,
     max_length: int,
     max_rejected: float = MAX_REJECTED,
+    trust_remote_code: bool = False,
 ) -> Manifest:
     """Writes the rows of conversation files to `out`, and their manifest beside it.
 
     Needs the target's tokenizer, not its weights. Raises ValueError for a file with more than a
     share `max_rejected` of bad conversations; those whose prompt is too long are dropped and
-    counted apart.
+    counted apart. What the chat template leaves out is counted in the manifest and warned about in
+    one line. `trust_remote_code` lets a tokenizer run the code that lies beside it.
     """
     directory, name = resolve(target, need_weights=False)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory, trust_remote_code=trust_remote_code)
     if tokenizer is None:
         raise ValueError(f"{name}: no tokenizer files; expected tokenizer.json beside config.json")
     stop = stop_tokens(directory)
     rows: list[Row] = []
     rejected: list[Rejected] = []
-    counts = {"conversations": 0, "rows_cut": 0, "reasoning_ignored": 0}
+    counts = {"conversations": 0, "rows_cut": 0, **{f"{part}_ignored": 0 for part in IGNORABLE}}
     for path in conversations:
         first, num_kept = len(rejected), 0
         for item in read_conversations(path):
             encoded = (
                 Encoded(rejected=[item])
                 if isinstance(item, Rejected)
-                else encode(item, tokenizer, max_length, stop_token_ids=stop)
+                else _encode(item, tokenizer, max_length, stop)
             )
             rows += encoded.rows
             rejected += encoded.rejected
             num_kept += bool(encoded.rows)
             counts["conversations"] += 1
             counts["rows_cut"] += encoded.num_cut
-            counts["reasoning_ignored"] += encoded.reasoning_ignored
+            for part in encoded.ignored:
+                counts[f"{part}_ignored"] += 1
         bad = [entry for entry in rejected[first:] if entry.reason != TOO_LONG]
         check_rejected(path, num_kept, bad, max_rejected)
+    _warn_of_ignored(counts)
     if not rows:
         raise ValueError(f"no rows from {len(conversations)} files: {count_reasons(rejected)}")
     write_rows(out, rows)
@@ -295,6 +208,18 @@ def prepare(
     )
     manifest.save(out.with_name(f"{stem(out)}.manifest.json"))
     return manifest
+
+
+def _warn_of_ignored(counts: dict[str, int]) -> None:
+    found = {part: counts[f"{part}_ignored"] for part in IGNORABLE}
+    where = ", ".join(f"{IGNORABLE[part]} in {number}" for part, number in found.items() if number)
+    if where:
+        total = counts["conversations"]
+        warnings.warn(
+            f"the chat template leaves out parts of the {total} conversations ({where}); the "
+            "target never saw them: remove them from the rows, or use a template that shows them",
+            stacklevel=3,
+        )
 
 
 def stop_tokens(directory: Path) -> tuple[int, ...]:

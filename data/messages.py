@@ -33,6 +33,16 @@ ROLES = {
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
+# What a chat template may leave out without a word, and how a message to people names it.
+IGNORABLE = {
+    "reasoning": "reasoning_content",
+    "system_messages": "system messages",
+    "user_messages": "user messages",
+    "tool_messages": "tool messages",
+    "tool_schemas": "tool schemas",
+}
+MARK = "text-of-message-{}-in-the-conversation"
+
 
 class BadMessages(ValueError):
     """A conversation that cannot be read or rendered: a reason to count, and what was found."""
@@ -246,4 +256,47 @@ def _shows_python(text: str, messages: list[dict[str, Any]]) -> bool:
             arguments = call["function"]["arguments"]
             if arguments and isinstance(arguments, dict) and str(arguments) in text:
                 return True
+    return False
+
+
+def ignored_parts(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+) -> tuple[str, ...]:
+    """Which of IGNORABLE the conversation has and the chat template does not show.
+
+    Messages that are not the assistant's are looked for by a text of their own: even one that is
+    left out counts.
+    """
+    marked = [
+        message if message["role"] == "assistant" else {**message, "content": MARK.format(place)}
+        for place, message in enumerate(messages)
+    ]
+    found: set[str] = set()
+    try:
+        text = render(tokenizer, marked, tools)
+    except BadMessages:  # a template that checks its messages' texts does not leave them out
+        text = None
+    for place, message in enumerate(messages):
+        if text is not None and message["role"] != "assistant" and MARK.format(place) not in text:
+            found.add(f"{message['role']}_messages")
+    if tools and render(tokenizer, messages, tools) == render(tokenizer, messages):
+        found.add("tool_schemas")
+    if _ignores_reasoning(tokenizer, messages, tools):
+        found.add("reasoning")
+    return tuple(part for part in IGNORABLE if part in found)
+
+
+def _ignores_reasoning(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+) -> bool:
+    """Whether the first turn with reasoning renders the same without it."""
+    for j, message in enumerate(messages):
+        if message.get("reasoning_content"):
+            plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+            kept = render(tokenizer, messages[: j + 1], tools)
+            return kept == render(tokenizer, [*messages[:j], plain], tools)
     return False

@@ -1,7 +1,10 @@
 """The command line: help with examples, exit codes, errors in one line."""
 
 import json
+import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -125,6 +128,27 @@ def test_records_as_lines_and_as_json(capsys: pytest.CaptureFixture[str]) -> Non
     ]
     show.record(value, as_json=True)
     assert json.loads(capsys.readouterr().out)["ids"] == [1, 14]
+
+
+def test_a_warning_is_one_line_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn() -> list[tuple[str, str]]:
+        warnings.warn("first\n  second", stacklevel=1)
+        return []
+
+    monkeypatch.setattr(show, "shipped_recipes", warn)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        # What pytest puts in its place only collects.
+        monkeypatch.setattr(warnings, "showwarning", print_warning)
+        assert run("recipes") == 0
+    assert capsys.readouterr().err == "spec: warning: first second\n"
+
+
+def print_warning(message: Warning | str, *details: Any) -> None:
+    print(warnings.formatwarning(message, *details[:3]), end="", file=sys.stderr)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_an_error_of_many_lines_becomes_one() -> None:

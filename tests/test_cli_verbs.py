@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from spec.cli.main import app
 from spec.data.rows import read_rows
+from spec.target.model import load_tokenizer
 from spec.target.tiny import make_tiny_target
 
 
@@ -37,6 +38,25 @@ def test_prepare_writes_rows_and_says_how_many(target: Path, tmp_path: Path) -> 
     assert told["num_kept"] == 1
     # "4" and the end-of-turn token.
     assert [row.num_supervised for row in read_rows(out).rows] == [2]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_prepare_passes_on_whether_remote_code_may_run(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    seen: list[bool] = []
+
+    def load(directory: Path, *, trust_remote_code: bool = False) -> object:
+        seen.append(trust_remote_code)
+        return load_tokenizer(directory)
+
+    monkeypatch.setattr("spec.data.conversations.load_tokenizer", load)
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    options = ("--trust-remote-code",) if allowed else ()
+    run("prepare", "-t", target, "-c", chats, "-o", tmp_path / "rows.jsonl", *options)
+    assert seen == [allowed]
 
 
 def test_regenerate_goes_on_where_it_was(target: Path, tmp_path: Path) -> None:

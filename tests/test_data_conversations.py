@@ -166,6 +166,51 @@ def test_the_next_header_closes_a_turn_where_it_is_the_stop_token() -> None:
     assert row.input_ids == template_ids(tokenizer, [USER, ANSWER, USER, ANSWER])
 
 
+# No end token: the next header is what the target stopped at. Reasoning stays after the last
+# question only; earlier turns show an empty block.
+HEADER_ENDS = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|im_start|>\n{{ m.content }}"
+    "{% else %}<|assistant|>\n<think>"
+    "{% if loop.index0 > ns.last and m.reasoning_content %}{{ m.reasoning_content }}{% endif %}"
+    "</think>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def test_the_next_header_closes_a_turn_whose_reasoning_is_stripped_later() -> None:
+    tokenizer = make_tokenizer(HEADER_ENDS, eos="<|endoftext|>")
+    stop = tokenizer.convert_tokens_to_ids(["<|user|>", "<|im_start|>"])
+    messages = [
+        {"role": "user", "content": "weather"},
+        {"role": "assistant", "reasoning_content": "look", "tool_calls": [CALL_2]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "Go out.", "reasoning_content": "nice"},
+        USER,
+        {**ANSWER, "reasoning_content": "polite"},
+    ]
+    rows = run(messages, tokenizer, stop_token_ids=stop).rows
+    assert [spans(row, tokenizer) for row in rows] == [
+        ["<think>look</think><tool_call>g{}</tool_call><|im_start|>"],
+        ["<think>nice</think>Go out.<|user|>"],
+        ["<think>polite</think>Hello"],
+    ]
+    for row, place, extra in zip(rows, (1, 3, 5), ([stop[1]], [stop[0]], []), strict=True):
+        seen = template_ids(tokenizer, parse_messages({"messages": messages})[: place + 1])
+        assert row.input_ids == seen + extra
+
+
+def test_a_header_that_is_no_stop_token_closes_nothing() -> None:
+    tokenizer = make_tokenizer(HEADER_ENDS, eos="<|endoftext|>")
+    talk = [USER, {**ANSWER, "reasoning_content": "hm"}, USER, ANSWER]
+    rows = run(talk, tokenizer).rows
+    assert [spans(row, tokenizer) for row in rows] == [["<think>hm</think>Hello"], ["Hello"]]
+
+
 def test_a_turn_closed_by_its_own_token_does_not_take_the_next_header() -> None:
     template = (
         "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|im_start|>' }}"
@@ -433,11 +478,49 @@ def test_many_null_reasonings_before_the_first_text(tmp_path: Path) -> None:
 def test_a_template_that_ignores_reasoning_warns() -> None:
     messages = [USER, {**ANSWER, "reasoning_content": "hm"}]
     with pytest.warns(UserWarning, match="ignores reasoning_content"):
-        assert run(messages, CHATML).reasoning_ignored
+        assert run(messages, CHATML).ignored == ("reasoning",)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not run(messages, REASONING).reasoning_ignored
+        assert not run(messages, REASONING).ignored
         run([USER, ANSWER], CHATML)
+
+
+def without(role: str) -> str:
+    """A template that leaves out the messages of a role."""
+    return CHATML.replace("{{ m.role }}\n{{ m.content }}", "{{ m.role }}\n{{ shown }}").replace(
+        "{% for m in messages %}",
+        f"{{% for m in messages %}}{{% set shown = '' if m.role == '{role}' else m.content %}}",
+    )
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool"])
+def test_a_template_that_ignores_a_role_warns(role: str) -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        USER,
+        ANSWER,
+        {"role": "tool", "content": "sunny"},
+        ANSWER,
+    ]
+    with pytest.warns(UserWarning, match=f"ignores {role} messages"):
+        assert run(messages, without(role)).ignored == (f"{role}_messages",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not run(messages, CHATML).ignored
+
+
+def test_a_single_message_or_the_tools_left_out_are_noticed() -> None:
+    first_only = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages if m.role != 'system' or m == messages[0] %}",
+    )
+    twice = [{"role": "system", "content": f"rule {n}"} for n in range(2)]
+    with pytest.warns(UserWarning, match="ignores system messages"):
+        assert run([*twice, USER, ANSWER], first_only).ignored == ("system_messages",)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.warns(UserWarning, match="ignores tool schemas"):
+        assert run([USER, ANSWER], CHATML, tools=tools).ignored == ("tool_schemas",)
+    assert not run([USER, ANSWER], JSON_TOOLS, tools=tools).ignored
 
 
 def test_max_length_cuts_answers_and_drops_what_has_none() -> None:
@@ -505,3 +588,40 @@ def test_prepare_refuses_a_file_with_too_many_bad_rows(
     ):
         prepare(model_directory, [talks], tmp_path / "rows.jsonl", max_length=200)
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_prepare_counts_what_the_template_leaves_out_and_warns_once(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    make_tokenizer(without("system")).save_pretrained(model_directory)
+    talks = tmp_path / "talks.jsonl"
+    told = [{"role": "system", "content": "Be kind."}, USER, {**ANSWER, "reasoning_content": "hm"}]
+    lines = [json.dumps({"messages": m}) for m in (told, told, [USER, ANSWER])]
+    talks.write_text("\n".join(lines))
+    with pytest.warns(UserWarning) as caught:
+        manifest = prepare(model_directory, [talks], tmp_path / "rows.jsonl", max_length=200)
+    (message,) = [str(warning.message) for warning in caught]
+    assert "3 conversations (reasoning_content in 2, system messages in 2)" in message
+    assert manifest.counts["system_messages_ignored"] == manifest.counts["reasoning_ignored"] == 2
+    assert manifest.counts["tool_messages_ignored"] == 0
+
+
+def test_prepare_runs_a_tokenizers_own_code_only_where_allowed(
+    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = str(tmp_path / "modules")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    path = model_directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    path.write_text(json.dumps(config))
+    (model_directory / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    talks, out = tmp_path / "talks.jsonl", tmp_path / "rows.jsonl"
+    talks.write_text(json.dumps({"messages": THREE_TURNS}))
+    with pytest.raises(ValueError, match="custom code"):
+        prepare(model_directory, [talks], out, max_length=200)
+    assert prepare(model_directory, [talks], out, max_length=200, trust_remote_code=True).num_kept
