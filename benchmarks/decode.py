@@ -117,8 +117,8 @@ def time_rounds(
             slots = batch.slots()
             clock.seconds.clear()
             started = time.process_time()
-            draft_tokens = propose(batch, slots)
-            verdict = verify(batch, slots, draft_tokens)
+            proposal = propose(batch, slots)
+            verdict = verify(batch, slots, proposal)
             commit(batch, verdict)
             whole = time.process_time() - started
             rounds.append((whole, clock.seconds["target"], clock.seconds["drafter"]))

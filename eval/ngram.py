@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..dflash.draft import Choose, Proposal
 from .decode import NO_TOKEN
 
 
@@ -45,12 +46,12 @@ class NgramDrafter:
                 self._follow(slot)
                 self._history[slot].append(token)
 
-    def propose(self, slots: Tensor, anchors: Tensor) -> Tensor:
+    def propose(self, slots: Tensor, anchors: Tensor, choose: Choose | None = None) -> Proposal:
         rows = [
             self._continuation(slot, anchor)
             for slot, anchor in zip(slots.tolist(), anchors.tolist(), strict=True)
         ]
-        return torch.tensor(rows, device=anchors.device)
+        return Proposal(torch.tensor(rows, device=anchors.device))
 
     def _follow(self, slot: int) -> None:
         """A token follows the history: note where, for each n-gram that ends it."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec.dflash.config import DFlashConfig
-from spec.dflash.draft import DFlashDraft
+from spec.dflash.draft import Choose, DFlashDraft, Proposal
 from spec.eval.decode import (
     NO_TOKEN,
     Decoded,
@@ -98,7 +98,7 @@ class Scripted:
         for slot, row, count in zip(slots.tolist(), tokens.tolist(), counts.tolist(), strict=True):
             self.seen[slot] += row[:count]
 
-    def propose(self, slots: Tensor, anchors: Tensor) -> Tensor:
+    def propose(self, slots: Tensor, anchors: Tensor, choose: Choose | None = None) -> Proposal:
         rows = []
         for slot, anchor in zip(slots.tolist(), anchors.tolist(), strict=True):
             text, at = self.text[slot], len(self.seen[slot])
@@ -108,7 +108,7 @@ class Scripted:
             right = self.right[self.rounds % len(self.right)]
             self.rounds += 1
             rows.append(row[:right] + [(t + 1) % VOCABULARY for t in row[right:]])
-        return torch.tensor(rows).view(len(rows), self.num_draft_tokens)
+        return Proposal(torch.tensor(rows).view(len(rows), self.num_draft_tokens))
 
 
 def run(
@@ -305,7 +305,7 @@ def test_ngram_drafts_what_followed_the_longest_suffix() -> None:
     drafter.observe(torch.tensor([0]), torch.tensor([history]), None, torch.tensor([len(history)]))
 
     def draft(anchor: int) -> list[int]:
-        return drafter.propose(torch.tensor([0]), torch.tensor([anchor]))[0].tolist()
+        return drafter.propose(torch.tensor([0]), torch.tensor([anchor])).tokens[0].tolist()
 
     assert draft(3) == [4, 9, 2]  # (1, 2, 3) occurred; (2, 3) more recently, but it is shorter
     assert draft(9) == [2, 3, 5]  # only (9,) occurred
