@@ -7,12 +7,15 @@ tag is its group in reports and defaults to the file's stem.
 """
 
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..target.generate import max_positions
+from ..target.model import Target
 from .jsonl import MAX_REJECTED, Rejected, check_rejected, count_reasons, read_objects, stem
 from .messages import BadMessages, adapt, parse_messages, parse_tools, render
 
@@ -25,6 +28,14 @@ class Prompt:
     messages: list[dict[str, Any]]
     tag: str
     tools: list[dict[str, Any]] | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt and its token ids: it is tokenized once, and the ids are passed on."""
+
+    prompt: Prompt
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,35 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[in
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     text = "\n\n".join(message["content"] for message in prompt.messages)
     return list(tokenizer(text).input_ids)
+
+
+def encode_prompts(
+    prompts: Iterable[Prompt], target: Target, *, room: int, max_tokens: int | None = None
+) -> Iterator[EncodedPrompt | Rejected]:
+    """Each prompt with its ids, as they are asked for, or why the target cannot answer it.
+
+    A prompt may have `max_tokens` tokens and has to leave `room` of the target's positions.
+    """
+    tokenizer, positions = target.require_tokenizer(), max_positions(target)
+    for prompt in prompts:
+        try:
+            ids = encode_prompt(prompt, tokenizer)
+        except BadMessages as error:
+            yield Rejected(prompt.id, error.reason, error.detail)
+            continue
+        if not ids:
+            yield Rejected(prompt.id, "prompt without tokens")
+        elif positions is not None and len(ids) + room > positions:
+            detail = f"{len(ids)} tokens and {room} new ones, {positions} positions"
+            yield Rejected(prompt.id, "prompt too long for the target", detail)
+        elif max_tokens is not None and len(ids) > max_tokens:
+            detail = f"{len(ids)} tokens, expected at most {max_tokens}"
+            yield Rejected(prompt.id, "prompt too long for max_length", detail)
+        elif max(ids) >= target.vocab_size:
+            detail = f"found {max(ids)}, the target has {target.vocab_size} rows"
+            yield Rejected(prompt.id, "token id beyond the vocabulary", detail)
+        else:
+            yield EncodedPrompt(prompt, ids)
 
 
 def prompt_format(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,27 +8,27 @@ it names is refused, since the file would mix two kinds of answers.
 
 import hashlib
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..target.generate import generate, max_positions
+from ..target.generate import generate
 from ..target.model import Target
+from ..target.sampling import GREEDY, Sampling
 from ..target.teacher import Teacher
 from .jsonl import Rejected, count_reasons, stem
+from .lock import exclusive
 from .manifest import Manifest, describe_tokenizer
-from .messages import BadMessages
-from .prompts import Prompt, encode_prompt
+from .progress import AnswerProgress, to_stderr
+from .prompts import EncodedPrompt, Prompt, encode_prompts
 from .rows import Row, read_rows, row_to_object
 
-PROGRESS_SECONDS = 5.0
 MIN_UNFINISHED = 8  # tokens from which an answer cut by the deadline is worth a row
 
 # Called with each new row before it is stored, its context features [L, n*H] and what soft labels
@@ -53,6 +53,21 @@ class RegenerateSummary:
     manifest_digest: str
 
 
+@dataclass(frozen=True)
+class AnswerPlan:
+    """What is to be answered: the prompts, tokenized, that have no row in `out` yet."""
+
+    out: Path
+    manifest: Manifest
+    present: list[Row]
+    todo: list[EncodedPrompt]
+    rejected: list[Rejected]
+    num_skipped: int  # their rows are there
+    max_new_tokens: int
+    sampling: Sampling
+    started: float  # time.monotonic(), from which the deadline counts
+
+
 def regenerate(
     target: Target,
     prompts: Sequence[Prompt],
@@ -70,64 +85,135 @@ def regenerate(
     on_features: OnFeatures | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> RegenerateSummary:
-    """Appends a row for every prompt that has none in `out` (.jsonl), in the order they finish.
+    """`plan_answers` and `answer` in one, for the one process that writes `out`.
 
-    A row is the prompt's ids and the generated ones, mask 1 on the latter, the stop token included.
-    With `on_features`, `layer_ids` says which features it gets. After `deadline_seconds` no answer
-    is begun and the unfinished ones are kept as far as they came. `progress` takes a line every few
-    seconds (default: stderr). A sampled answer depends on its prompt's place among those of the
-    call: at temperature 0 a resumed run gives the same rows, above it other samples.
+    Raises ValueError as they do, and where another process is at it.
+    """
+    _check_name(out)
+    with exclusive(out.with_name(f".{out.name}.lock"), out):
+        plan = plan_answers(
+            target,
+            prompts,
+            out,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_p, top_k, seed),
+        )
+        return answer(
+            target,
+            plan,
+            batch_size=batch_size,
+            deadline_seconds=deadline_seconds,
+            layer_ids=layer_ids,
+            teacher=teacher,
+            on_features=on_features,
+            progress=progress,
+        )
+
+
+def plan_answers(
+    target: Target,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    max_length: int | None = None,
+) -> AnswerPlan:
+    """Reads what `out` (.jsonl) holds and tokenizes the prompts that have no row there.
+
+    Prompts that leave no room for an answer within `max_length` tokens or the target's positions
+    are rejected with the reason.
 
     Raises ValueError for two prompts of one id, a name that is not .jsonl, or a file with other
     options.
     """
     started = time.monotonic()
-    _check_arguments(prompts, out, layer_ids, on_features)
-    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    manifest = _manifest(target, prompts, {**sampling, "max_new_tokens": max_new_tokens})
-    manifest_path = out.with_name(f"{stem(out)}.manifest.json")
-    present = _resume(out, manifest_path, manifest, target.vocab_size)
+    _check_name(out)
+    _check_ids(prompts)
+    options = {**asdict(sampling), "max_new_tokens": max_new_tokens}
+    manifest = _manifest(target, prompts, options)
+    present = _resume(out, _manifest_path(out), manifest, target.vocab_size)
     ids = {row.id for row in present}
     wanted = [prompt for prompt in prompts if prompt.id not in ids]
-    todo, rejected = _encode_all(target, wanted, max_new_tokens)
-    state = _Progress(len(todo), started, progress or _to_stderr)
-    with open(out, "a", encoding="utf-8") as file:
-        for answer in generate(
+    longest = None if max_length is None else max_length - max_new_tokens
+    todo: list[EncodedPrompt] = []
+    rejected: list[Rejected] = []
+    for item in encode_prompts(wanted, target, room=max_new_tokens, max_tokens=longest):
+        if isinstance(item, Rejected):
+            rejected.append(item)
+        else:
+            todo.append(item)
+    num_skipped = len(prompts) - len(wanted)
+    return AnswerPlan(
+        out, manifest, present, todo, rejected, num_skipped, max_new_tokens, sampling, started
+    )
+
+
+def answer(
+    target: Target,
+    plan: AnswerPlan,
+    *,
+    batch_size: int,
+    deadline_seconds: float | None = None,
+    layer_ids: Sequence[int] | None = None,
+    teacher: Teacher | None = None,
+    on_features: OnFeatures | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> RegenerateSummary:
+    """Appends a row for every prompt of the plan, in the order they finish.
+
+    A row is the prompt's ids and the generated ones, mask 1 on the latter, the stop token included.
+    With `on_features`, `layer_ids` says which features it gets. After `deadline_seconds` no answer
+    is begun and the unfinished ones are kept as far as they came. `progress` takes a line every few
+    seconds (default: stderr). A sampled answer depends on the seed and its prompt's id alone, so a
+    resumed run gives the rows of an undisturbed one.
+    """
+    if on_features is not None and layer_ids is None:
+        raise ValueError("on_features is given without layer_ids; say which features it gets")
+    todo = plan.todo
+    state = AnswerProgress(len(todo), plan.started, progress or to_stderr)
+    with open(plan.out, "a", encoding="utf-8") as file:
+        for result in generate(
             target,
-            [prompt_ids for _, prompt_ids in todo],
-            max_new_tokens=max_new_tokens,
+            [item.ids for item in todo],
+            max_new_tokens=plan.max_new_tokens,
             batch_size=batch_size,
-            **sampling,
+            **asdict(plan.sampling),
+            names=[item.prompt.id for item in todo],
             layer_ids=layer_ids if on_features is not None else None,
             teacher=teacher if on_features is not None else None,
-            deadline=None if deadline_seconds is None else started + deadline_seconds,
+            deadline=None if deadline_seconds is None else plan.started + deadline_seconds,
             keep_unfinished=deadline_seconds is not None,
         ):
-            prompt, prompt_ids = todo[answer.index]
-            if len(answer.output_ids) < MIN_UNFINISHED and answer.finish_reason == "deadline":
+            if len(result.output_ids) < MIN_UNFINISHED and result.finish_reason == "deadline":
                 continue
-            row = _row(prompt, prompt_ids, answer.output_ids)
+            row = _row(todo[result.index], result.output_ids)
             if on_features is not None:
-                assert answer.context is not None
-                on_features(row, answer.context, answer.teacher)
+                assert result.context is not None
+                on_features(row, result.context, result.teacher)
             # One write a row: a crash leaves whole lines and at most a part of one more.
             file.write(json.dumps(row_to_object(row), ensure_ascii=False) + "\n")
             file.flush()
-            state.add(row, answer.finish_reason)
+            state.add(row, result.finish_reason)
     state.report()
+    return _close(plan, state)
+
+
+def _close(plan: AnswerPlan, state: AnswerProgress) -> RegenerateSummary:
+    """Write the final manifest and sum up."""
     manifest = replace(
-        manifest,
-        num_kept=len(present) + state.num_rows,
-        num_tokens=sum(len(row.input_ids) for row in present) + state.num_tokens,
-        num_supervised=sum(row.num_supervised for row in present) + state.num_generated,
-        rejected=count_reasons(rejected),
+        plan.manifest,
+        num_kept=len(plan.present) + state.num_rows,
+        num_tokens=sum(len(row.input_ids) for row in plan.present) + state.num_tokens,
+        num_supervised=sum(row.num_supervised for row in plan.present) + state.num_generated,
+        rejected=count_reasons(plan.rejected),
     )
-    manifest.save(manifest_path)
+    manifest.save(_manifest_path(plan.out))
     return RegenerateSummary(
         num_rows=manifest.num_kept,
         num_new=state.num_rows,
-        num_skipped=len(prompts) - len(wanted),
-        num_left=len(todo) - state.num_rows,
+        num_skipped=plan.num_skipped,
+        num_left=len(plan.todo) - state.num_rows,
         num_new_tokens=state.num_generated,
         seconds=state.seconds,
         tokens_per_second=state.num_generated / state.seconds,
@@ -137,16 +223,16 @@ def regenerate(
     )
 
 
-def _check_arguments(
-    prompts: Sequence[Prompt],
-    out: Path,
-    layer_ids: Sequence[int] | None,
-    on_features: OnFeatures | None,
-) -> None:
+def _manifest_path(out: Path) -> Path:
+    return out.with_name(f"{stem(out)}.manifest.json")
+
+
+def _check_name(out: Path) -> None:
     if out.suffix != ".jsonl":
         raise ValueError(f"{out}: expected a name ending in .jsonl, to which rows are appended")
-    if on_features is not None and layer_ids is None:
-        raise ValueError("on_features is given without layer_ids; say which features it gets")
+
+
+def _check_ids(prompts: Sequence[Prompt]) -> None:
     counts = Counter(prompt.id for prompt in prompts)
     repeated = [id for id, count in counts.items() if count > 1]
     if repeated:
@@ -156,9 +242,9 @@ def _check_arguments(
         )
 
 
-def _row(prompt: Prompt, prompt_ids: list[int], output_ids: list[int]) -> Row:
-    mask = [0] * len(prompt_ids) + [1] * len(output_ids)
-    return Row(prompt.id, prompt_ids + output_ids, mask, (prompt.tag,))
+def _row(item: EncodedPrompt, output_ids: list[int]) -> Row:
+    mask = [0] * len(item.ids) + [1] * len(output_ids)
+    return Row(item.prompt.id, item.ids + output_ids, mask, (item.prompt.tag,))
 
 
 def _manifest(target: Target, prompts: Sequence[Prompt], options: dict[str, Any]) -> Manifest:
@@ -223,68 +309,3 @@ def _check_same(out: Path, manifest_path: Path, manifest: Manifest) -> None:
             f"{out} was begun with other options ({found}); go on with those, remove it, or choose "
             "another name"
         )
-
-
-def _encode_all(
-    target: Target, prompts: Sequence[Prompt], max_new_tokens: int
-) -> tuple[list[tuple[Prompt, list[int]]], list[Rejected]]:
-    """Ids of every prompt; those that the template refuses or that leave no room are rejected."""
-    tokenizer = target.require_tokenizer()
-    limit = max_positions(target)
-    encoded: list[tuple[Prompt, list[int]]] = []
-    rejected: list[Rejected] = []
-    for prompt in prompts:
-        try:
-            ids = encode_prompt(prompt, tokenizer)
-        except BadMessages as error:
-            rejected.append(Rejected(prompt.id, error.reason, error.detail))
-            continue
-        if limit is not None and len(ids) + max_new_tokens > limit:
-            detail = f"{len(ids)} tokens and {max_new_tokens} new ones, {limit} positions"
-            rejected.append(Rejected(prompt.id, "prompt too long for the target", detail))
-        elif ids and max(ids) >= target.vocab_size:
-            detail = f"found {max(ids)}, the target has {target.vocab_size} rows"
-            rejected.append(Rejected(prompt.id, "token id beyond the vocabulary", detail))
-        elif ids:
-            encoded.append((prompt, ids))
-        else:
-            rejected.append(Rejected(prompt.id, "prompt without tokens"))
-    return encoded, rejected
-
-
-@dataclass
-class _Progress:
-    """Counts of this call, and a line about them now and then."""
-
-    num_wanted: int
-    started: float
-    say: Callable[[str], None]
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_generated: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    last: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return max(time.monotonic() - self.started, 1e-9)
-
-    def add(self, row: Row, finish_reason: str) -> None:
-        self.num_rows += 1
-        self.num_tokens += len(row.input_ids)
-        self.num_generated += row.num_supervised
-        self.finish_reasons[finish_reason] += 1
-        if self.seconds - self.last >= PROGRESS_SECONDS:
-            self.report()
-
-    def report(self) -> None:
-        self.last = self.seconds
-        left = self.seconds / max(self.num_rows, 1) * (self.num_wanted - self.num_rows)
-        self.say(
-            f"answers {self.num_rows}/{self.num_wanted}, {self.num_generated} tokens, "
-            f"{self.num_generated / self.seconds:.0f} tokens/s, about {left:.0f} s left"
-        )
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from spec.data.manifest import Manifest
 from spec.data.prompts import Prompt, encode_prompt
-from spec.data.regenerate import RegenerateSummary, regenerate
+from spec.data.regenerate import RegenerateSummary, answer, plan_answers, regenerate
 from spec.data.rows import Row, read_rows
 from spec.target.capture import capture
 from spec.target.generate import generate
@@ -213,6 +213,60 @@ def test_a_sampled_run_repeats_with_its_seed(target: Target, tmp_path: Path) -> 
     run(target, make_prompts(5), tmp_path / "c.jsonl", temperature=1.0, seed=4)
     assert by_id(tmp_path / "a.jsonl") == by_id(tmp_path / "b.jsonl")
     assert by_id(tmp_path / "a.jsonl") != by_id(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize("first", [[0, 1, 2], [4, 2]])
+def test_a_sampled_run_that_was_interrupted_ends_like_an_undisturbed_one(
+    target: Target, tmp_path: Path, first: list[int]
+) -> None:
+    whole, torn, prompts = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl", make_prompts(6)
+    options = {"temperature": 1.0, "seed": 3}
+    run(target, prompts, whole, **options)
+    run(target, [prompts[i] for i in first], torn, **options)
+    run(target, prompts, torn, **options)
+    assert by_id(torn) == by_id(whole)
+
+
+def test_each_prompt_is_tokenized_once(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def counted(prompt: Prompt, tokenizer: Any) -> list[int]:
+        seen.append(prompt.id)
+        return encode_prompt(prompt, tokenizer)
+
+    monkeypatch.setattr("spec.data.prompts.encode_prompt", counted)
+    run(target, make_prompts(3), tmp_path / "rows.jsonl")
+    assert seen == ["p0", "p1", "p2"]
+    run(target, make_prompts(4), tmp_path / "rows.jsonl")
+    assert seen == ["p0", "p1", "p2", "p3"]
+
+
+def test_a_plan_counts_what_is_longer_than_max_length(target: Target, tmp_path: Path) -> None:
+    """p0 has 3 tokens, p1 4, p2 5, p3 6; with 8 new ones."""
+    prompts = make_prompts(4)
+    lengths = [len(encode_prompt(prompt, target.require_tokenizer())) for prompt in prompts]
+    assert lengths == [3, 4, 5, 6]
+    plan = plan_answers(target, prompts, tmp_path / "r.jsonl", max_new_tokens=8, max_length=12)
+    assert [(item.prompt.id, len(item.ids)) for item in plan.todo] == [("p0", 3), ("p1", 4)]
+    assert [(bad.id, bad.reason) for bad in plan.rejected] == [
+        ("p2", "prompt too long for max_length"),
+        ("p3", "prompt too long for max_length"),
+    ]
+    summary = answer(target, plan, batch_size=2, progress=lambda line: None)
+    assert summary.rejected == {"prompt too long for max_length": 2} and summary.num_new == 2
+
+
+def test_two_calls_at_once_on_one_file_are_refused(target: Target, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+
+    def again(row: Row, context: torch.Tensor, expected: torch.Tensor | None) -> None:
+        with pytest.raises(ValueError, match=r"another run is writing to .*rows\.jsonl"):
+            run(target, make_prompts(1), out)
+
+    run(target, make_prompts(1), out, layer_ids=LAYERS, on_features=again)
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "rows.manifest.json"}
 
 
 def test_a_manifest_tells_template_tokenizer_and_inputs_apart(tmp_path: Path) -> None:
