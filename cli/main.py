@@ -11,11 +11,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from . import show
+from . import calibrate, show
+from .options import DtypeOption, JsonOption, LimitOption, PromptsOption, TargetOption
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,23 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train and evaluate drafters for speculative decoding.",
 )
-
-TargetOption = Annotated[
-    str, typer.Option("--target", "-t", help="Model directory, hub id or .gguf file.")
-]
-PromptsOption = Annotated[
-    list[str],
-    typer.Option(
-        "--prompts",
-        "-p",
-        help="JSONL of prompts, or a built-in source: stdlib, tiny. May be repeated.",
-    ),
-]
-LimitOption = Annotated[int | None, typer.Option(min=1, help="Take the first so many of each.")]
-DtypeOption = Annotated[
-    Literal["float32", "bfloat16"], typer.Option(help="Compute dtype of the target.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -246,3 +230,7 @@ def evaluate(
         return
     print(markdown({**reports[0], "comparisons": reports[1:]} if reports[1:] else reports[0]))
     print(f"wrote {written.parent}")
+
+
+app.command(epilog=calibrate.EXAMPLE)(calibrate.calibrate)
+app.add_typer(calibrate.plan, name="plan")

@@ -10,14 +10,19 @@ Shapes: N rounds, K drafted tokens, S bins, T temperatures of the grid.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 NUM_BINS = 15
 GRID = np.logspace(-1, 1, 41)  # DESIGN section 5; its middle is exactly 1
+
+STS = "sts.json"  # in the drafter's directory
 
 Floats = NDArray[np.float64]
 
@@ -65,6 +70,19 @@ def fit_sts(logits: ArrayLike, num_accepted: ArrayLike) -> list[float]:
         temperatures.append(float(grid[best]))
         before = candidates_TN[best]
     return temperatures
+
+
+def read_sts(path: str | Path) -> list[float]:
+    """The temperatures of an `sts.json`; ValueError says what is wrong with it."""
+    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    found = content.get("temperatures") if isinstance(content, dict) else None
+    good = isinstance(found, list) and all(isinstance(t, int | float) and t > 0 for t in found)
+    if not good or not found:
+        raise ValueError(
+            f"{path}: temperatures is {found!r}; expected a list of positive numbers, one a slot: "
+            "write it with `spec calibrate`"
+        )
+    return [float(t) for t in found]
 
 
 def check_rounds(logits: ArrayLike, num_accepted: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:

@@ -15,8 +15,10 @@ Shapes: B = R requests, K drafted tokens.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ Schedule = Callable[[Tensor], Tensor]
 # Tokens of a step (one a request, and those drafted) [...] -> steps per second [...].
 StepsPerSecond = Callable[[NDArray[np.int64]], ArrayLike]
 
+SPS = "sps.json"  # in the drafter's directory
 PROBES, RATES, LIMIT = "sample_batch_tokens", "sample_steps_per_sec", "max_batch_tokens"
 
 
@@ -90,6 +93,14 @@ class CostTable:
         if not _numbers(tokens, int) or not _numbers(rates, int | float):
             raise ValueError(f"{PROBES} or {RATES} is no list of numbers; write it again")
         return cls(tuple(tokens), tuple(map(float, rates)))
+
+
+def read_cost_table(path: str | Path) -> CostTable:
+    """The table of an `sps.json`; ValueError says what is wrong with it."""
+    try:
+        return CostTable.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def prefix_schedule(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from spec.cli import main as cli
 from spec.cli import show
 
-VERBS = ["eval", "inspect", "prepare", "recipes", "regenerate", "train"]
+VERBS = ["calibrate", "eval", "inspect", "plan", "prepare", "recipes", "regenerate", "train"]
 
 
 def run(*arguments: str) -> int:

@@ -13,6 +13,7 @@ from spec.recipes.schema import known_keys, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GROUPS = ["plan"]  # verbs with a second word
 SECTIONS = {key.split(".")[0] for key in known_keys() if "." in key}
 
 
@@ -27,8 +28,9 @@ def commands(text: str) -> list[list[str]]:
     return [w[i + 1 :] for w, i in zip(words, starts, strict=True) if i is not None]
 
 
-def options_of(verb: str) -> str:
-    result = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "200"})
+def options_of(words: list[str]) -> str:
+    verb = words[:2] if words[0] in GROUPS else words[:1]
+    result = CliRunner().invoke(app, [*verb, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, f"no verb {verb}"
     return result.output
 
@@ -38,7 +40,7 @@ def test_commands_exist(page: Path) -> None:
     for words in commands(page.read_text()):
         if words[0].startswith("-"):
             continue
-        known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", options_of(words[0])))
+        known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", options_of(words)))
         used = {word.split("=")[0] for word in words[1:] if word.startswith("-")}
         assert used <= known, f"{page.name}: {words}: {used - known}"
         if words[0] == "train":

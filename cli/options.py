@@ -1,0 +1,22 @@
+"""Options that several verbs share."""
+
+from typing import Annotated, Literal
+
+import typer
+
+TargetOption = Annotated[
+    str, typer.Option("--target", "-t", help="Model directory, hub id or .gguf file.")
+]
+PromptsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--prompts",
+        "-p",
+        help="JSONL of prompts, or a built-in source: stdlib, tiny. May be repeated.",
+    ),
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Take the first so many of each.")]
+DtypeOption = Annotated[
+    Literal["float32", "bfloat16"], typer.Option(help="Compute dtype of the target.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

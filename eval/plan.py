@@ -1,0 +1,179 @@
+"""What verifying fewer drafted tokens would bring: computed from recorded rounds, nothing is run.
+
+Shapes: N recorded rounds, R requests of a step, K drafted tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..data.jsonl import atomic_file
+from ..dspark.calibration import check_rounds, survival
+from ..dspark.schedule import CostTable, prefix_schedule
+
+SCHEMA = 1
+MAX_ROUNDS = 4096  # recorded rounds that calibration.json keeps
+FIXED = (1, 3, 5)
+SCHEDULER = "scheduler"
+DRAWS = 64  # steps drawn for each concurrency
+SEED = 0
+
+Floats = NDArray[np.float64]
+Plan = dict[str, Any]  # what plan.json holds
+
+
+def pruning_curve(
+    confidence: ArrayLike,
+    num_accepted: ArrayLike,
+    thresholds: Sequence[float],
+    temperatures: Sequence[float] | None = None,
+) -> list[dict[str, float | None]]:
+    """What each survival threshold would have done to rounds [N, K] that were verified in full.
+
+    Exact, since a shorter verification keeps the same leading tokens: min(num_accepted, length).
+    A row a threshold: `acceptance_rate` of the verified tokens (None where there are none),
+    `acceptance_length` (tokens a step, the bonus token included), `verified` (drafted tokens
+    verified a step).
+    """
+    confidence_NK, accepted_N = check_rounds(confidence, num_accepted)
+    survival_NK = survival(confidence_NK, temperatures)
+    rows: list[dict[str, float | None]] = []
+    for threshold in thresholds:
+        lengths_N = (survival_NK >= threshold).sum(axis=1)
+        kept, verified = int(np.minimum(accepted_N, lengths_N).sum()), int(lengths_N.sum())
+        rows.append(
+            {
+                "threshold": threshold,
+                "acceptance_rate": kept / verified if verified else None,
+                "acceptance_length": 1 + kept / len(accepted_N),
+                "verified": verified / len(accepted_N),
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class Survivals:
+    """Survival of drafted prefixes, as a plan takes it."""
+
+    rounds: Floats  # [N, K]; one row: an average, all requests are alike
+    draft: str
+    target: str
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.rounds.shape[1]
+
+
+def read_survivals(path: str | Path) -> Survivals:
+    """Survivals of a `calibration.json` (calibrated, a row a round) or a `report.json` (average).
+
+    Raises ValueError for anything else.
+    """
+    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    known = content if isinstance(content, dict) else {}
+    if "rounds" in known and "temperatures" in known:
+        logits, _ = check_rounds(known["rounds"]["confidence"], known["rounds"]["num_accepted"])
+        rounds = survival(logits, known["temperatures"])
+    elif "groups" in known:
+        curve = known["groups"]["all"]["survival_at"]
+        if not curve or curve[0] is None:
+            raise ValueError(f"{path}: the report counts no round; expected survival_at of some")
+        # Rounds that drafted k tokens are others than those that drafted k - 1: never let it rise.
+        values = np.array([0.0 if s is None else s for s in curve], dtype=np.float64)
+        rounds = np.minimum.accumulate(values)[None]
+    else:
+        raise ValueError(
+            f"{path}: neither calibration.json nor report.json; expected what `spec calibrate` or "
+            "`spec eval` writes"
+        )
+    return Survivals(rounds, str(known.get("draft", "")), str(known.get("target", "")))
+
+
+def plan_verification(
+    survivals: Survivals, table: CostTable, concurrency: Sequence[int], *, draws: int = DRAWS
+) -> Plan:
+    """Expected throughput and verified tokens by concurrency, for fixed lengths and the scheduler.
+
+    For each concurrency R the same `draws` steps of R rounds are drawn (seeded) for every policy.
+    A step of R + v tokens, v of them drafted and verified, takes the table's seconds and yields R +
+    (sum of the verified survivals) tokens; throughput is tokens over seconds of all steps.
+
+    Raises ValueError for a concurrency below 1.
+    """
+    if not concurrency or min(concurrency) < 1:
+        raise ValueError(f"concurrency {list(concurrency)}; expected whole numbers from 1 on")
+    num_slots = survivals.num_draft_tokens
+    policies: dict[str, Callable[[Floats], NDArray[np.int64]]] = {
+        str(length): _fixed(length) for length in FIXED if length < num_slots
+    }
+    policies["all"] = _fixed(num_slots)
+    policies[SCHEDULER] = lambda step_RK: prefix_schedule(step_RK, table)
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in policies}
+    for num_requests in concurrency:
+        rng = np.random.default_rng([SEED, num_requests])
+        # Requests that are all alike make the same step every time.
+        times = draws if len(survivals.rounds) > 1 else 1
+        picks = rng.integers(len(survivals.rounds), size=(times, num_requests))
+        for name, policy in policies.items():
+            row = _run([survivals.rounds[p] for p in picks], policy, table)
+            for key, value in row.items():
+                results[name].setdefault(key, []).append(value)
+    return {
+        "schema": SCHEMA,
+        "draft": survivals.draft,
+        "target": survivals.target,
+        "num_draft_tokens": num_slots,
+        "num_rounds": len(survivals.rounds),
+        "max_profiled_tokens": table.batch_tokens[-1],
+        "concurrency": list(concurrency),
+        "policies": results,
+    }
+
+
+def _run(
+    steps: Sequence[Floats], policy: Callable[[Floats], NDArray[np.int64]], table: CostTable
+) -> dict[str, float]:
+    tokens = seconds = verified = 0.0
+    for step_RK in steps:
+        num_requests, num_slots = step_RK.shape
+        lengths = policy(step_RK)
+        read = np.arange(num_slots) < lengths[:, None]
+        tokens += num_requests + float(step_RK[read].sum())
+        seconds += 1 / float(table(np.array(num_requests + lengths.sum())))
+        verified += float(lengths.sum())
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_step": tokens / len(steps),
+        "verified_per_step": verified / len(steps),
+    }
+
+
+def _fixed(length: int) -> Callable[[Floats], NDArray[np.int64]]:
+    return lambda step_RK: np.full(len(step_RK), length)
+
+
+def write_plan(plan: Plan, out_dir: str | Path) -> Path:
+    """Write plan.json and plan.png; returns the path of plan.json."""
+    # Late: the plot's library is slow to import.
+    from .curves import plot_plan
+
+    out = Path(out_dir)
+    with atomic_file(out / "plan.png") as file:
+        plot_plan(plan).savefig(file, format="png", dpi=144, metadata={"Software": None})
+    write_json(out / "plan.json", plan)
+    return out / "plan.json"
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """One JSON object, all or nothing, a line a key: thousands of rounds stay one line."""
+    lines = [f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in content.items()]
+    with atomic_file(path) as file:
+        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())
