@@ -4,9 +4,9 @@ from pathlib import Path
 
 from ..data.prompts import Prompt, read_prompts
 from ..data.stdlib import Split
-from ..dflash.draft import DFlashDraft
 from ..eval.decode import Drafter, NetworkDrafter
 from ..eval.ngram import NgramDrafter
+from ..recipes import algorithms
 from ..target.model import Target
 from ..train.material import BUILT_IN, DTYPES, built_in_prompts
 
@@ -34,7 +34,7 @@ def load_drafter(path: str, target: Target, num_draft_tokens: int) -> Drafter:
     """The drafter of a directory, or n-gram lookup with `num_draft_tokens` proposals."""
     if path == NGRAM:
         return NgramDrafter(num_draft_tokens)
-    draft = DFlashDraft.load(path, dtype=target.dtype, device=str(target.device))
+    draft = algorithms.load_draft(path, dtype=target.dtype, device=str(target.device))
     return NetworkDrafter(draft, target)
 
 
@@ -49,4 +49,4 @@ def drafter_name(path: str) -> str:
 
 def algorithm_of(path: str) -> str:
     """The report's `algorithm`."""
-    return NGRAM if path == NGRAM else "dflash"
+    return NGRAM if path == NGRAM else algorithms.algorithm_of(path)

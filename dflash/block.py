@@ -1,7 +1,8 @@
 """The maths of a block: which positions it holds, what it may see, what it has to predict.
 
-Shapes: S tokens in a packed sequence, A anchors, K = block_size. Slot 0 of a block is the anchor
-and predicts nothing; slot j >= 1 sits at position anchor + j and predicts the token there. A block
+Shapes: S tokens in a packed sequence, A anchors, K = block_size, D = num_draft_tokens. Slot j sits
+at position anchor + j; draft index d = 0..D-1 predicts the token at anchor + d + 1. In DFlash that
+is slot d + 1 (the anchor's slot predicts nothing, D = K - 1), in DSpark slot d (D = K). A block
 sees its own slots and the context features strictly before its anchor, in the same document.
 """
 
@@ -31,6 +32,7 @@ def make_blocks(
     ends: Tensor,
     anchors: Tensor,
     block_size: int,
+    num_draft_tokens: int,
     mask_token_id: int,
 ) -> Blocks:
     """Lay blocks on a packed sequence.
@@ -39,7 +41,7 @@ def make_blocks(
     token's document (end exclusive); anchors [A] ascending. Slots past the document's end or past
     the first unsupervised token are not supervised.
     """
-    offsets_D = torch.arange(1, block_size, device=input_ids.device)
+    offsets_D = torch.arange(1, num_draft_tokens + 1, device=input_ids.device)
     targets_AD = anchors[:, None] + offsets_D
     inside_AD = targets_AD < ends[anchors][:, None]
     targets_AD = torch.where(inside_AD, targets_AD, 0)

@@ -183,7 +183,7 @@ class DFlashConfig:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The object in `directory/config.json`; FileNotFoundError or ValueError where there is none."""
+    """The object in `directory/config.json`; FileNotFoundError or ValueError without one."""
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no drafter at {directory}: it has no config.json")

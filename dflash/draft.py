@@ -153,12 +153,14 @@ Choose = Callable[[int, Tensor], tuple[Tensor, Tensor | None]]
 class DFlashDraft(nn.Module):
     """A DFlash drafter. Parameters carry the names of its file (DESIGN section 7)."""
 
-    config_class: ClassVar[type[DFlashConfig]] = DFlashConfig
+    # Tensors of the target that a published file may carry along; kept aside in `carried`.
+    target_tensors: ClassVar[tuple[str, ...]] = ()
     layers: Sequence[Layer]  # a ModuleList, which has no type of its items
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         self.config = config
+        self.carried: dict[str, Tensor] = {}
         self.layers = nn.ModuleList(  # pyright: ignore[reportAttributeAccessIssue]
             Layer(config) for _ in range(config.num_hidden_layers)
         )
@@ -336,6 +338,11 @@ class DFlashDraft(nn.Module):
                 os.replace(Path(scratch) / name, out / name)
 
     @classmethod
+    def load_config(cls, directory: str | Path) -> DFlashConfig:
+        """The config of a drafter of this algorithm."""
+        return DFlashConfig.load(directory)
+
+    @classmethod
     def load(
         cls,
         directory: str | Path,
@@ -348,8 +355,9 @@ class DFlashDraft(nn.Module):
         Raises ValueError that lists every missing and unexpected tensor, or the first shape that
         does not fit.
         """
-        config = cls.config_class.load(directory)
+        config = cls.load_config(directory)
         tensors = read_weights(directory)
+        carried = {name: tensors.pop(name) for name in cls.target_tensors if name in tensors}
         with torch.device("meta"):
             draft = cls(config)
         check_tensors(tensors, {name: p.shape for name, p in draft.state_dict().items()}, directory)
@@ -358,6 +366,7 @@ class DFlashDraft(nn.Module):
         draft.load_state_dict(
             {name: value.to(device, kept) for name, value in tensors.items()}, assign=True
         )
+        draft.carried = carried
         return draft.eval()
 
 

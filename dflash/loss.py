@@ -29,7 +29,9 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    log_share: Tensor | None = None  # [V], log of how many rows each one stands for in the sum
+    # Of a sample: the token of each row, and the log of how many rows it stands for in the sum.
+    rows: Tensor | None = None  # [V]
+    log_share: Tensor | None = None  # [V]
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,14 @@ def sequence_loss(
     Embedding [V, H] and head are the target's. With a sampled head (vocabulary.py), row_of_label
     [V] says which of its rows a token is.
     """
+    blocks, hidden_ADH = draft_blocks(draft, sequence, anchors=anchors, embedding=embedding)
+    return _score(hidden_ADH, blocks, sequence, head, options, row_of_label)
+
+
+def draft_blocks(
+    draft: DFlashDraft, sequence: PackedSequence, *, anchors: Tensor, embedding: Tensor
+) -> tuple[Blocks, Tensor]:
+    """The blocks at anchors [A] and the hidden states [A, D, H] of their drafted slots."""
     blocks = make_blocks(
         sequence.input_ids,
         loss_mask=sequence.loss_mask,
@@ -75,6 +83,7 @@ def sequence_loss(
         ends=sequence.ends,
         anchors=anchors,
         block_size=draft.config.block_size,
+        num_draft_tokens=draft.config.num_draft_tokens,
         mask_token_id=draft.config.mask_token_id,
     )
     positions = torch.arange(len(sequence.input_ids), device=anchors.device) - sequence.starts
@@ -86,7 +95,7 @@ def sequence_loss(
         anchors=anchors,
         groups=group_anchors(anchors.tolist(), blocks.starts_A.tolist(), _rows_per_anchor(draft)),
     )
-    return _score(hidden_AKH[:, 1:], blocks, sequence, head, options, row_of_label)
+    return blocks, hidden_AKH[:, draft.config.first_slot :]
 
 
 def _score(

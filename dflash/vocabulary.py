@@ -46,5 +46,6 @@ class SampledHead:
             self._head,
             weight=self._head.weight[rows],
             bias=None if bias is None else bias[rows],
+            rows=rows,
             log_share=log_share.to(rows.device),
         )

@@ -18,6 +18,17 @@ from ..target.teacher import Teacher
 SHIPPED = Path(__file__).parent
 BOUNDS = {"train.steps": "minutes", "train.minutes": "steps"}
 Dtype = Literal["float32", "bfloat16"]
+Algorithm = Literal["dflash", "dspark"]
+# Keys that only DSpark has, with what they are where a DSpark recipe leaves them out: the paper's.
+DSPARK_DEFAULTS: dict[str, dict[str, Any]] = {
+    "draft": {
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "loss": {"ce": 0.1, "l1": 0.9, "renyi": 0.0, "confidence": 1.0, "ce_until": 0.0},
+}
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -93,6 +104,7 @@ class DataSection(Section):
 class DraftSection(Section):
     """The drafter's shape. What is left out follows the target."""
 
+    algorithm: Algorithm = "dflash"
     num_layers: int = Field(5, gt=0)
     block_size: int = Field(16, ge=2, description="input positions of a block, anchor included")
     num_features: int = Field(
@@ -109,6 +121,30 @@ class DraftSection(Section):
     init_from: str | None = Field(
         None, description="warm start from this drafter directory; the shape is taken from it"
     )
+    markov_rank: int | None = Field(
+        None, ge=0, le=512, description="dspark: rank of the sequential head; 0: none"
+    )
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = Field(None, description="dspark")
+    confidence_head: bool | None = Field(
+        None, description="dspark: predict whether a drafted token survives"
+    )
+    confidence_head_with_markov: bool | None = Field(
+        None, description="dspark: the confidence sees the token drafted before, too"
+    )
+
+    @model_validator(mode="after")
+    def _shape_from_one_place(self) -> "DraftSection":
+        shaped = [
+            name
+            for name, field in type(self).model_fields.items()
+            if name not in ("algorithm", "init_from") and getattr(self, name) != field.default
+        ]
+        if self.init_from is not None and shaped:
+            raise ValueError(
+                f"draft.{shaped[0]} has no effect beside draft.init_from, whose drafter has its "
+                "own shape; remove one of them"
+            )
+        return self
 
 
 class LossSection(Section):
@@ -122,6 +158,23 @@ class LossSection(Section):
         None,
         ge=0,
         description="softmax over the data's own tokens and so many drawn others; none: all",
+    )
+    ce: float | None = Field(None, ge=0, description="dspark: weight of the cross-entropy")
+    l1: float | None = Field(
+        None, ge=0, description="dspark: weight of sum |p - q| against the target's distribution"
+    )
+    renyi: float | None = Field(
+        None, ge=0, description="dspark: weight of the Renyi divergence of order 1/2"
+    )
+    confidence: float | None = Field(
+        None, ge=0, description="dspark: weight of the confidence head's cross-entropy"
+    )
+    ce_until: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="dspark: up to this share of the run, the cross-entropy has l1's and renyi's "
+        "weight as well",
     )
 
 
@@ -197,10 +250,65 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
     wandb: WandbSection | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_dspark(cls, data: Any) -> Any:
+        """A DSpark recipe's own defaults; a drafter to start from keeps its heads."""
+        draft = data.get("draft") if isinstance(data, dict) else None
+        if not isinstance(draft, dict) or draft.get("algorithm") != "dspark":
+            return data
+        filled = dict(data)
+        for name, defaults in DSPARK_DEFAULTS.items():
+            section = filled.get(name) or {}
+            if not isinstance(section, dict) or (name == "draft" and draft.get("init_from")):
+                continue
+            given = {key: value for key, value in section.items() if value is not None}
+            if name == "draft" and given.get("markov_rank") == 0:
+                defaults = {**defaults, "confidence_head_with_markov": False}
+            if name == "draft" and given.get("confidence_head") is False:
+                defaults = {**defaults, "confidence_head_with_markov": False}
+            if name == "loss" and draft.get("confidence_head") is False:
+                defaults = {**defaults, "confidence": 0.0}
+            filled[name] = {**section, **defaults, **given}
+        return filled
+
+    @model_validator(mode="after")
+    def _heads_and_terms(self) -> "Recipe":
+        """Refuse keys of another algorithm, and heads and terms that do not go together."""
+        draft, loss = self.draft, self.loss
+        if draft.algorithm != "dspark":
+            for name, keys in DSPARK_DEFAULTS.items():
+                for key in keys:
+                    if getattr(getattr(self, name), key) is not None:
+                        raise ValueError(
+                            f"{name}.{key} is a key of dspark; set draft.algorithm=dspark"
+                        )
+            return self
+        if draft.confidence_head_with_markov and not (draft.confidence_head and draft.markov_rank):
+            raise ValueError(
+                "draft.confidence_head_with_markov needs draft.confidence_head and a "
+                "draft.markov_rank above 0"
+            )
+        if draft.markov_rank == 0 and draft.markov_head_type != "vanilla":
+            raise ValueError(
+                f"draft.markov_head_type={draft.markov_head_type} needs a draft.markov_rank above 0"
+            )
+        if draft.init_from is None and bool(draft.confidence_head) != bool(loss.confidence):
+            raise ValueError(
+                f"draft.confidence_head is {draft.confidence_head} and loss.confidence "
+                f"{loss.confidence}: a head that is not trained, or a loss without a head"
+            )
+        if not (loss.ce or loss.l1 or loss.renyi):
+            raise ValueError("loss.ce, loss.l1 and loss.renyi are all 0: nothing to learn")
+        return self
+
     @property
     def teacher(self) -> Teacher | None:
         """What the loss needs of the target at each supervised position."""
-        return "expected" if self.loss.labels == "soft" else None
+        loss, soft = self.loss, self.loss.labels == "soft"
+        if self.draft.algorithm == "dspark":
+            return "last" if soft or loss.l1 or loss.renyi or loss.confidence else None
+        return "expected" if soft else None
 
     def to_yaml(self) -> str:
         """The resolved recipe, every value written out."""
@@ -316,7 +424,8 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"missing key {key!r}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{key}: {message}" if key.count(".") or "name" not in message else message
+    named = "." in message.split(" ")[0] or "name" in message  # the message says which key
+    return message if not key or (named and not key.count(".")) else f"{key}: {message}"
 
 
 def _nearest(key: str) -> str:

@@ -24,6 +24,7 @@ def test_blocks_of_twelve_tokens_by_hand() -> None:
         ends=ENDS,
         anchors=torch.tensor([3, 5, 9]),
         block_size=4,
+        num_draft_tokens=3,
         mask_token_id=9,
     )
     assert blocks.inputs_AK.tolist() == [[103, 9, 9, 9], [105, 9, 9, 9], [109, 9, 9, 9]]
@@ -46,15 +47,38 @@ def test_a_gap_in_the_mask_ends_the_block() -> None:
         ends=ENDS,
         anchors=torch.tensor([1]),
         block_size=5,
+        num_draft_tokens=4,
         mask_token_id=9,
     )
     assert blocks.supervised_AD.tolist() == [[True, False, False, False]]
 
 
+def test_dspark_supervises_the_anchor_slot_too() -> None:
+    blocks = make_blocks(
+        IDS,
+        loss_mask=MASK,
+        starts=STARTS,
+        ends=ENDS,
+        anchors=torch.tensor([3]),
+        block_size=3,
+        num_draft_tokens=3,
+        mask_token_id=9,
+    )
+    assert blocks.inputs_AK.tolist() == [[103, 9, 9]]
+    assert blocks.labels_AD.tolist() == [[104, 105, 106]]
+
+
 def test_no_anchor_gives_no_block() -> None:
     none = torch.tensor([], dtype=torch.long)
     blocks = make_blocks(
-        IDS, loss_mask=MASK, starts=STARTS, ends=ENDS, anchors=none, block_size=4, mask_token_id=9
+        IDS,
+        loss_mask=MASK,
+        starts=STARTS,
+        ends=ENDS,
+        anchors=none,
+        block_size=4,
+        num_draft_tokens=3,
+        mask_token_id=9,
     )
     assert blocks.inputs_AK.shape == (0, 4)
     assert group_anchors([], [], 4) == []

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..data.jsonl import atomic_file
-from ..dflash.draft import DFlashDraft
 from ..eval.decode import NetworkDrafter
 from ..eval.ngram import NgramDrafter
 from ..eval.report import Baseline, evaluate, write_report
+from ..recipes.algorithms import load_draft
 from ..recipes.schema import Recipe
 from ..target.model import Target
 from .drafter import make_draft
@@ -32,10 +32,11 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
         "batch_size": section.batch_size,
         "baseline": baseline,
     }
-    trained = NetworkDrafter(
-        DFlashDraft.load(out / "draft", dtype=dtype, device=target.device), target
+    trained = NetworkDrafter(load_draft(out / "draft", dtype=dtype, device=target.device), target)
+    algorithm = recipe.draft.algorithm
+    report = evaluate(
+        target, trained, prompts, draft_name="trained", algorithm=algorithm, **options
     )
-    report = evaluate(target, trained, prompts, draft_name="trained", **options)
     comparisons = []
     if section.baselines:
         fresh = make_draft(recipe.draft, target, recipe.train.seed).to(dtype).eval()
@@ -45,6 +46,7 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
                 NetworkDrafter(fresh, target),
                 prompts,
                 draft_name="before training" if recipe.draft.init_from else "untrained",
+                algorithm=algorithm,
                 **options,
             ),
             evaluate(

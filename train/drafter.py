@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
 from ..eval.decode import check_pair
+from ..recipes.algorithms import ALGORITHMS, algorithm_of, load_draft
 from ..recipes.schema import DraftSection
 from ..target.capture import default_layer_ids
 from ..target.inspect import suggest_mask_token
@@ -33,7 +34,8 @@ def make_config(section: DraftSection, target: Target) -> DFlashConfig:
         else default_layer_ids(target.num_layers, section.num_features)
     )
     mask = section.mask_token_id
-    return DFlashConfig(
+    parts = ALGORITHMS[section.algorithm]
+    return parts.config(
         hidden_size=target.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * target.hidden_size,
         num_hidden_layers=section.num_layers,
@@ -51,6 +53,7 @@ def make_config(section: DraftSection, target: Target) -> DFlashConfig:
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         max_position_embeddings=text.max_position_embeddings,
         is_causal=section.is_causal,
+        **parts.own_fields(section),
     )
 
 
@@ -66,15 +69,21 @@ def rope_theta(config: object) -> float:
 def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
     """A float32 drafter ready to train; ValueError where a warm start does not fit the target."""
     if section.init_from is not None:
-        draft = DFlashDraft.load(section.init_from, dtype=torch.float32, device=target.device)
+        found = algorithm_of(section.init_from)
+        if found != section.algorithm:
+            raise ValueError(
+                f"draft.init_from is a {found} drafter and draft.algorithm is {section.algorithm}; "
+                f"set draft.algorithm={found}"
+            )
+        draft = load_draft(section.init_from, dtype=torch.float32, device=target.device)
         check_pair(draft, target)
         return draft.train()
     config = make_config(section, target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        draft = DFlashDraft(config)
+        draft = ALGORITHMS[section.algorithm].draft(config)
         for module in draft.modules():
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, nn.Linear | nn.Embedding):
                 torch.nn.init.normal_(module.weight, std=INIT_STD)
     if section.init == "target":
         copy_from_target(draft, target)

@@ -6,7 +6,7 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .material import Material, gather_material, open_target
 from .measure import keep_best, measure, save_draft
 from .memory import keep_freed_memory
 from .optim import lr_scale
-from .outdir import open_out
+from .outdir import lock_out, open_out
 from .progress import Progress
 from .samples import target_head
 from .step import Run, StepResult, make_run, train_step
@@ -44,23 +44,31 @@ class Session:
     cpu_before: float  # CPU seconds of the data and of the sessions that came before
 
 
-def train(recipe: Recipe, *, resume: bool = True) -> Path:
+def train(recipe: Recipe, *, resume: bool = True, locked: bool = False) -> Path:
     """Run a recipe to its end (or to a SIGTERM) and return its `out` directory.
 
-    Raises ValueError for anything the user has to mend.
+    `out` is held meanwhile, by the process that starts the others or else by the main one;
+    `locked` says that it is held already. Raises ValueError for anything the user has to mend.
     """
     if recipe.train.processes > 1 and not launched():
-        out, _ = open_out(recipe, resume=resume, main=True)
-        launch(recipe, out / "recipe.yaml", resume=resume)
+        with lock_out(recipe) as lock:
+            out, _ = open_out(recipe, resume=resume, main=True)
+            launch(recipe, out / "recipe.yaml", resume=resume, lock=lock)
         return out
     processes = PartialState(cpu=recipe.train.device == "cpu")
+    with lock_out(recipe) if processes.is_main_process and not locked else nullcontext():
+        return _run(recipe, processes, resume=resume)
+
+
+def _run(recipe: Recipe, processes: PartialState, *, resume: bool) -> Path:
+    """This process's part of the run, from the first row to the closing report."""
     out, newest = open_out(recipe, resume=resume, main=processes.is_main_process)
     keep_freed_memory()
     target = open_target(recipe, out, processes)
-    if recipe.loss.labels == "soft":
+    if recipe.teacher == "expected":
         check_soft_labels(target_head(target))
     draft = make_draft(recipe.draft, target, recipe.train.seed)
-    material = gather_material(recipe, out, target, draft.config.target_layer_ids, processes)
+    material = gather_material(recipe, out, target, draft.config, processes)
     run = make_run(recipe, target, draft, material)
     if newest is not None:
         run.state = load_checkpoint(newest, run.masters, run.optimizers)
@@ -187,6 +195,7 @@ def _log(progress: Progress, run: Run, result: StepResult, scale: float, seconds
         "blocks_per_second": result.num_blocks / seconds,
         "skipped_steps": state.skipped_steps,
         "empty_steps": state.empty_steps,
+        "broken_cache_rows": run.samples.num_broken,
     }
     progress.record(values)
     share = run.progress

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+TOKEN_TABLES = ("markov_head.markov_w", "confidence_head.")
+
 
 class Masters:
     """float32 masters of a module's parameters and their flat gradient.
@@ -73,7 +75,12 @@ def make_optimizers(
 
     Each group remembers its peak rate as `peak_lr`, which `set_lr` scales.
     """
-    matrices = [m for m in masters.masters if m.ndim == 2] if kind == "muon" else []
+    # Muon's orthogonal updates are for maps between hidden states, not for tables of tokens.
+    matrices = [
+        master
+        for name, master in zip(masters.names, masters.masters, strict=True)
+        if kind == "muon" and master.ndim == 2 and not name.startswith(TOKEN_TABLES)
+    ]
     taken = {id(m) for m in matrices}
     rest = [m for m in masters.masters if id(m) not in taken]
     optimizers: list[torch.optim.Optimizer] = [

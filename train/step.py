@@ -15,8 +15,8 @@ from torch import Tensor
 from ..data.loader import seeded
 from ..dflash.draft import DFlashDraft
 from ..dflash.loss import Head
-from ..dflash.objective import LossOptions, sequence_loss
 from ..dflash.vocabulary import SampledHead
+from ..recipes.algorithms import ALGORITHMS
 from ..recipes.schema import Recipe
 from ..target.model import Target
 from .checkpoint import TrainState
@@ -52,7 +52,6 @@ class Run:
     embedding: Tensor
     head: Head
     sampled: SampledHead | None
-    options: LossOptions
     state: TrainState
     stopping: bool = False
     cpu_start: float = 0.0  # this process's CPU seconds when training began
@@ -84,8 +83,7 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
     """
     section, dtype = recipe.train, DTYPES[recipe.train.dtype]
     check_mask_token(draft.config.mask_token_id, target, material)
-    soft = recipe.loss.labels == "soft"
-    if soft:
+    if recipe.teacher is not None:
         target.check_teacher(material.rows[0].input_ids[:64])
     masters = Masters(draft, dtype)
     draft.train()
@@ -114,7 +112,6 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
         embedding=target.embedding.to(dtype),
         head=head,
         sampled=sampled_head(recipe, head, material),
-        options=LossOptions(**recipe.loss.model_dump(exclude={"sampled_rows"})),
         state=TrainState(),
     )
 
@@ -167,7 +164,8 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
     totals = torch.zeros(
         5, dtype=torch.float64, device=device
     )  # weight, loss, blocks, accepted, tokens
-    head = run.head
+    head, algorithm = run.head, ALGORITHMS[run.recipe.draft.algorithm]
+    options = algorithm.options(run.recipe.loss, run.progress)
     if run.sampled is not None:
         head = run.sampled.draw(seeded("vocabulary", section.seed, state.step))
     first = state.step * section.batch_size
@@ -175,13 +173,13 @@ def train_step(run: Run, scale: float, processes: PartialState, *, elapsed: floa
         first + processes.process_index, first + section.batch_size, processes.num_processes
     ):
         sample = run.samples[number]
-        out = sequence_loss(
+        out = algorithm.sequence_loss(
             run.draft,
             sample.sequence,
             anchors=sample.anchors,
             embedding=run.embedding,
             head=head,
-            options=run.options,
+            options=options,
             row_of_label=None if run.sampled is None else run.sampled.row_of_label,
         )
         if out.num_slots > 0:
