@@ -12,6 +12,12 @@ from ..dflash.config import DFlashConfig
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 HEAD_TYPES: tuple[str, ...] = get_args(MarkovHeadType)
+HEAD_KEYS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 MAX_RANK = 512
 
 
@@ -33,12 +39,7 @@ class DSparkConfig(DFlashConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(
-            self.markov_rank,
-            self.markov_head_type,
-            confidence=self.enable_confidence_head,
-            with_markov=self.confidence_head_with_markov,
-        )
+        check_heads(**{key: getattr(self, key) for key in HEAD_KEYS})
 
     @property
     def num_draft_tokens(self) -> int:
@@ -55,10 +56,7 @@ class DSparkConfig(DFlashConfig):
             "target_layer_ids": list(self.target_layer_ids),
             "mask_token_id": self.mask_token_id,
             "input_embedding_scale": self.input_embedding_scale,
-            "markov_rank": self.markov_rank,
-            "markov_head_type": self.markov_head_type,
-            "enable_confidence_head": self.enable_confidence_head,
-            "confidence_head_with_markov": self.confidence_head_with_markov,
+            **{key: getattr(self, key) for key in HEAD_KEYS},
         }
 
     @classmethod
@@ -73,13 +71,24 @@ class DSparkConfig(DFlashConfig):
         missing = [key for key, wanted in needed.items() if wanted and own.get(key) is None]
         if missing:
             raise ValueError(f"{where} lacks {', '.join(missing)}; add what it was trained with")
-        keys = ("markov_rank", "markov_head_type", "enable_confidence_head")
-        keys += ("confidence_head_with_markov",)
-        return {key: own[key] for key in keys if own.get(key) is not None}
+        found = {key: own[key] for key in HEAD_KEYS if own.get(key) is not None}
+        try:
+            check_heads(**found)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return found
 
 
-def check_heads(rank: object, kind: object, *, confidence: object, with_markov: object) -> None:
+def check_heads(
+    *,
+    markov_rank: object,
+    markov_head_type: object = "vanilla",
+    enable_confidence_head: object,
+    confidence_head_with_markov: object = False,
+) -> None:
     """ValueError for heads that do not exist or do not go together."""
+    rank, kind = markov_rank, markov_head_type
+    confidence, with_markov = enable_confidence_head, confidence_head_with_markov
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
         raise ValueError(f"markov_rank is {rank!r}, expected a whole number from 0 to {MAX_RANK}")
     if kind not in HEAD_TYPES:

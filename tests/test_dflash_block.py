@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from toy_drafter import dflash_config
 
 from spec.dflash.attention import block_attention, group_anchors
 from spec.dflash.block import make_blocks
-from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft
 
 # Twelve tokens, two documents of 7 and 5. Supervised: 3-6 of the first, 9-10 of the second.
@@ -84,24 +84,6 @@ def test_no_anchor_gives_no_block() -> None:
     assert group_anchors([], [], 4) == []
 
 
-def config(**changes: object) -> DFlashConfig:
-    values: dict[str, object] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-        "block_size": 4,
-        "target_layer_ids": (1, 3),
-        "num_target_layers": 6,
-        "mask_token_id": 63,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    return DFlashConfig(**{**values, **changes})  # type: ignore[arg-type]
-
-
 def run(
     draft: DFlashDraft, features: Tensor, embeds: Tensor, anchors: Tensor, starts: Tensor
 ) -> Tensor:
@@ -162,7 +144,7 @@ def test_grouped_attention_equals_one_dense_softmax(anchors: list[int], is_causa
 
 def test_nothing_outside_the_prefix_moves_a_block_by_one_bit() -> None:
     torch.manual_seed(0)
-    draft = DFlashDraft(config())
+    draft = DFlashDraft(dflash_config())
     anchors = torch.tensor([3, 4, 5, 9])
     features, embeds = torch.randn(12, 64), torch.randn(4, 4, 32)
     before = run(draft, features, embeds, anchors, STARTS)
@@ -181,7 +163,7 @@ def test_nothing_outside_the_prefix_moves_a_block_by_one_bit() -> None:
 
 def test_a_packed_document_equals_the_document_alone() -> None:
     torch.manual_seed(0)
-    draft = DFlashDraft(config())
+    draft = DFlashDraft(dflash_config())
     features, embeds = torch.randn(12, 64), torch.randn(1, 4, 32)
     packed = run(draft, features, embeds, torch.tensor([10]), STARTS)
     alone = run(draft, features[7:], embeds, torch.tensor([3]), torch.zeros(5, dtype=torch.long))
@@ -190,7 +172,7 @@ def test_a_packed_document_equals_the_document_alone() -> None:
 
 def test_more_anchors_than_positions_and_repeats() -> None:
     torch.manual_seed(0)
-    draft = DFlashDraft(config())
+    draft = DFlashDraft(dflash_config())
     anchors = torch.arange(12).repeat_interleave(2)
     features, embeds = torch.randn(12, 64), torch.randn(12, 4, 32).repeat_interleave(2, 0)
     out = run(draft, features, embeds, anchors, STARTS)
@@ -204,7 +186,7 @@ def test_cached_decoding_equals_the_training_pass(is_causal: bool) -> None:
     Hidden states as in one training pass.
     """
     torch.manual_seed(0)
-    draft = DFlashDraft(config(is_causal=is_causal)).eval()
+    draft = DFlashDraft(dflash_config(is_causal=is_causal)).eval()
     features, embeds = torch.randn(2, 12, 64), torch.randn(2, 4, 32)
     cache = draft.new_cache(3, 16)
     slots = torch.tensor([2, 0])

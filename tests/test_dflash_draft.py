@@ -8,39 +8,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from toy_drafter import SHAPE, dflash_config
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft, copy_layers
 from spec.dflash.files import read_weights
 from spec.train.optim import Masters
 
-ROPE = {"rope_type": "default", "rope_theta": 50000.0}
-
-
-def config(**changes: Any) -> DFlashConfig:
-    values: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-        "block_size": 4,
-        "target_layer_ids": (1, 3),
-        "num_target_layers": 6,
-        "mask_token_id": 63,
-        "rope_parameters": ROPE,
-    }
-    return DFlashConfig(**{**values, **changes})
+ROPE = SHAPE["rope_parameters"]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    DFlashDraft(config()).save(tmp_path / "draft")
+    DFlashDraft(dflash_config()).save(tmp_path / "draft")
     return tmp_path / "draft"
 
 
@@ -57,7 +39,7 @@ def edit(folder: Path, **changes: Any) -> None:
 def test_saved_and_loaded_is_the_same_drafter(saved: Path) -> None:
     draft = DFlashDraft.load(saved)
     torch.manual_seed(0)
-    original = DFlashDraft(config())
+    original = DFlashDraft(dflash_config())
     assert draft.config == original.config
     assert all(
         torch.equal(a, b) for a, b in zip(draft.parameters(), original.parameters(), strict=True)
@@ -87,7 +69,7 @@ def test_the_file_says_what_engines_ask_and_nothing_of_the_target(saved: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_exported_dtype_equals_the_configs(tmp_path: Path, dtype: torch.dtype) -> None:
-    DFlashDraft(config()).save(tmp_path, dtype=dtype)
+    DFlashDraft(dflash_config()).save(tmp_path, dtype=dtype)
     stated = json.loads((tmp_path / "config.json").read_text())["dtype"]
     assert {str(value.dtype) for value in load_file(tmp_path / "model.safetensors").values()} == {
         f"torch.{stated}"
@@ -212,7 +194,7 @@ def test_what_would_be_read_wrongly_is_refused(
 @pytest.mark.parametrize("ids", [(), (3, 1), (1, 1), (-1, 2), (1, 5)])
 def test_layer_ids_rise_and_leave_out_the_last_layer(ids: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"rise strictly within 0..4"):
-        config(target_layer_ids=ids)
+        dflash_config(target_layer_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +202,7 @@ def test_layer_ids_rise_and_leave_out_the_last_layer(ids: tuple[int, ...]) -> No
 )
 def test_impossible_shapes_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        config(**changes)
+        dflash_config(**changes)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +220,7 @@ def test_impossible_shapes_are_refused(changes: dict[str, Any]) -> None:
 )
 def test_rope_from_the_json_alone_equals_the_librarys(tmp_path: Path, rope: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    trained = DFlashDraft(config(rope_parameters=rope, max_position_embeddings=512))
+    trained = DFlashDraft(dflash_config(rope_parameters=rope, max_position_embeddings=512))
     trained.save(tmp_path)
     loaded = DFlashDraft.load(tmp_path)
     positions = torch.arange(512)
@@ -259,7 +241,7 @@ def test_rope_from_the_json_alone_equals_the_librarys(tmp_path: Path, rope: dict
 @pytest.mark.parametrize("how", ["cast", "train"])
 def test_a_cast_drafter_rotates_as_the_loaded_one(tmp_path: Path, how: str) -> None:
     """Frequencies rounded to bfloat16 would turn position 500 by most of a radian."""
-    draft = DFlashDraft(config(head_dim=64, rope_parameters=ROPE))
+    draft = DFlashDraft(dflash_config(head_dim=64, rope_parameters=ROPE))
     draft = draft.to(torch.bfloat16) if how == "cast" else draft
     if how == "train":
         Masters(draft, torch.bfloat16)
@@ -268,7 +250,7 @@ def test_a_cast_drafter_rotates_as_the_loaded_one(tmp_path: Path, how: str) -> N
     positions = torch.arange(600)
     for a, b in zip(draft.rope(positions), loaded.rope(positions), strict=True):
         assert torch.equal(a, b)
-    exact = DFlashDraft(config(head_dim=64, rope_parameters=ROPE)).rope(positions)[0]
+    exact = DFlashDraft(dflash_config(head_dim=64, rope_parameters=ROPE)).rope(positions)[0]
     torch.testing.assert_close(draft.rope(positions)[0].float(), exact, atol=4e-3, rtol=0.0)
 
 
@@ -291,11 +273,11 @@ def test_no_drafter_there(tmp_path: Path) -> None:
 
 
 def test_layers_are_copied_whole_or_not_at_all() -> None:
-    source = DFlashDraft(config())
+    source = DFlashDraft(dflash_config())
     state = {k: v + 1 for k, v in source.layers[0].state_dict().items()}
     no_norms = {k: v for k, v in state.items() if "q_norm" not in k and "k_norm" not in k}
     misfit = {**state, "mlp.gate_proj.weight": torch.zeros(40, 32)}
-    draft = DFlashDraft(config())
+    draft = DFlashDraft(dflash_config())
     before = draft.layers[1].mlp.up_proj.weight.clone()
     copied = copy_layers(draft, [no_norms, misfit])
     assert torch.equal(draft.layers[0].self_attn.q_proj.weight, state["self_attn.q_proj.weight"])
