@@ -5,11 +5,12 @@ Shards are safetensors files of about 64 MB with two tensors a row: `<id>/contex
 context features, and `<id>/expected` or `<id>/last` [E, H], what soft labels need at the row's last
 E positions with a generated successor (target/teacher.py). With float8, a third, `<id>/scale` [L],
 holds one scale a position. Rows whose features are missing are recomputed, so a lost shard costs
-time only.
+time only; so are those whose stored values are not finite.
 """
 
 import os
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,10 +107,14 @@ class CacheWriter:
 
 
 class CacheReader:
-    """Reads rows back, memory-mapped, with one kind of teacher; a broken shard counts as absent."""
+    """Reads rows back, memory-mapped, with one kind of teacher; a broken shard counts as absent.
+
+    `num_broken` rows held values that are not finite, and count as absent from then on.
+    """
 
     def __init__(self, folder: Path, teacher: Teacher | None = None) -> None:
         self.teacher: Teacher | None = teacher
+        self.num_broken = 0
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -123,9 +128,10 @@ class CacheReader:
     def __contains__(self, row_id: str) -> bool:
         return f"{row_id}/context" in self._where
 
-    def read(self, row_id: str, length: int) -> RowFeatures:
+    def read(self, row_id: str, length: int) -> RowFeatures | None:
         """Features of a row of `length` tokens, padded with zero rows at the end.
 
+        None where a stored value is not finite: it would reach other blocks, since 0 x NaN is NaN.
         KeyError for an unknown row.
         """
         context = self._get(f"{row_id}/context")
@@ -140,7 +146,24 @@ class CacheReader:
             teacher = teacher[:length]
         if stored < length:
             context = torch.cat([context, context.new_zeros(length - stored, context.shape[1])])
+        if not (_finite(context) and (teacher is None or _finite(teacher))):
+            self._forget(row_id)
+            return None
         return RowFeatures(context[:length], teacher)
+
+    def _forget(self, row_id: str) -> None:
+        if not self.num_broken:
+            warnings.warn(
+                f"feature cache: row {row_id!r} holds values that are not finite; it and others "
+                "like it are recomputed",
+                stacklevel=3,
+            )
+        self.num_broken += 1
+        del self._where[f"{row_id}/context"]
 
     def _get(self, key: str) -> Tensor:
         return self._files[self._where[key]].get_tensor(key)
+
+
+def _finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())

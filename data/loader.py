@@ -50,11 +50,6 @@ class Batch:
     document_starts: LongTensor
     document_ends: LongTensor
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """Position of each token within its document, as the target counts it."""
-        return torch.arange(len(self.input_ids)) - self.document_starts
-
 
 def pack(
     rows: Sequence[Row], seq_length: int, *, row_order: Sequence[int] | None = None

@@ -26,12 +26,13 @@ def test_rows_come_back_padded_to_their_tokens(tmp_path: Path) -> None:
     for name, (context, expected) in rows.items():
         assert name in reader
         read = reader.read(name, len(context) + 1)  # the row's last token was never fed
+        assert read is not None
         assert torch.equal(read.context[:-1], context)
         assert not read.context[-1].any()
         assert read.teacher is not None
         assert torch.equal(read.teacher[:-1], expected)
         cut = reader.read(name, 2)
-        assert cut.teacher is not None
+        assert cut is not None and cut.teacher is not None
         assert torch.equal(cut.context, context[:2])
         assert torch.equal(cut.teacher, expected[:2])
     assert "b" not in reader
@@ -44,11 +45,33 @@ def test_float8_keeps_relative_precision_and_zero(tmp_path: Path, scale: float) 
     writer.add("a", context, None)
     writer.flush()
     read = CacheReader(tmp_path).read("a", 5)
-    assert read.teacher is None
+    assert read is not None and read.teacher is None
     largest = context.abs().amax(1, keepdim=True)
     assert read.context.isfinite().all()
     assert ((read.context.float() - context).abs() <= 0.07 * largest).all()
     assert scale > 0 or not read.context.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_is_absent_and_counted(
+    tmp_path: Path, dtype: str, value: float
+) -> None:
+    writer = CacheWriter(tmp_path, "part-0", dtype, "expected")
+    for name in ("good", "context", "teacher"):
+        context, expected = row(6, 1)
+        part = {"good": None, "context": context, "teacher": expected}[name]
+        if part is not None:
+            part[4, 3] = value
+        writer.add(name, context, expected)
+    writer.flush()
+    reader = CacheReader(tmp_path, "expected")
+    assert reader.read("good", 7) is not None
+    with pytest.warns(UserWarning, match="row 'context' holds values that are not finite"):
+        assert reader.read("context", 7) is None
+    assert reader.read("teacher", 7) is None  # counted without another line
+    assert [name in reader for name in ("good", "context", "teacher")] == [True, False, False]
+    assert reader.num_broken == 2
 
 
 def test_shards_are_numbered_on_and_a_broken_one_is_absent(

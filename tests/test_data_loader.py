@@ -76,7 +76,6 @@ def test_a_batch_knows_the_document_of_every_position() -> None:
     assert batch.loss_mask.tolist() == [False, False, True, True, False, True, True]
     assert batch.document_starts.tolist() == [0, 0, 0, 0, 4, 4, 4]
     assert batch.document_ends.tolist() == [4, 4, 4, 4, 7, 7, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert batch.input_ids.dtype == torch.int64 and batch.loss_mask.dtype == torch.bool
 
 

@@ -116,7 +116,7 @@ def made_run(recipe: Recipe, out: Path) -> Run:
     processes = PartialState(cpu=True)
     target = Target.load(recipe.target.path or "")
     draft = make_draft(recipe.draft, target, recipe.train.seed)
-    material = gather_material(recipe, out, target, draft.config.target_layer_ids, processes)
+    material = gather_material(recipe, out, target, draft.config, processes)
     return make_run(recipe, target, draft, material)
 
 

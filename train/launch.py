@@ -24,8 +24,10 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
+def launch(recipe: Recipe, recipe_file: Path, *, resume: bool, lock: int) -> None:
     """Run `recipe.train.processes` workers on this machine and wait; SIGTERM is passed on.
+
+    `lock` is the descriptor that holds `out`; it is held until the workers have ended as well.
 
     Raises ValueError (the workers have said why) when one of them failed.
     """
@@ -38,13 +40,17 @@ def launch(recipe: Recipe, recipe_file: Path, *, resume: bool) -> None:
             str(recipe.train.processes),
         ),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
-        *("-m", "spec.train.worker", str(recipe_file)),
+        *("-m", "spec.train.worker", str(recipe_file), "--locked"),
         *([] if resume else ["--no-resume"]),
     ]
     # One thread a worker: two spinning pools on the same cores cost more than they bring.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
     workers = subprocess.Popen(
-        command, env=environment, start_new_session=True, preexec_fn=end_with_parent
+        command,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+        pass_fds=(lock,),
     )
 
     received: list[int] = []

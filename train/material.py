@@ -6,9 +6,7 @@ The target, the rows, the held-out prompts; made once under `out` and found agai
 import json
 import socket
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,25 +14,23 @@ from urllib.parse import urlsplit
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from huggingface_hub import constants, try_to_load_from_cache
 
-from ..data.cache import CacheReader, CacheWriter, check_disk, estimate_bytes
+from ..data.cache import CacheReader
 from ..data.conversations import prepare
 from ..data.jsonl import atomic_file, count_reasons
 from ..data.loader import seeded
 from ..data.manifest import describe_inputs
-from ..data.messages import BadMessages
-from ..data.prompts import Prompt, encode_prompt, read_prompts
-from ..data.regenerate import regenerate
+from ..data.prompts import EncodedPrompt, Prompt, encode_prompts, read_prompts
 from ..data.rows import Row, read_rows
 from ..data.stdlib import Split, stdlib_prompts
+from ..dflash.config import DFlashConfig
 from ..recipes.schema import Recipe
 from ..target.files import target_revision
-from ..target.generate import max_positions
 from ..target.gguf import convert_gguf, find_packaged_gguf
 from ..target.model import Target
 from ..target.tiny import make_tiny_target, tiny_prompts
+from .answers import answer_share, feature_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILT_IN = ("stdlib", "tiny")
@@ -97,13 +93,13 @@ def _reachable(path: str | None) -> bool:
 
 
 def gather_material(
-    recipe: Recipe, out: Path, target: Target, layer_ids: tuple[int, ...], state: PartialState
+    recipe: Recipe, out: Path, target: Target, config: DFlashConfig, state: PartialState
 ) -> Material:
-    """Rows of every source.
+    """Rows of every source, for a drafter with this config.
 
     Prompts answered (each process its share), conversations encoded, rows read.
     """
-    data, folder = recipe.data, out / "data"
+    data, folder, layer_ids = recipe.data, out / "data", config.target_layer_ids
     if state.is_main_process:
         check_inputs(recipe, out, target)
     state.wait_for_everyone()
@@ -116,12 +112,13 @@ def gather_material(
                 [Path(name) for name in data.conversations],
                 encoded,
                 max_length=data.max_length,
+                trust_remote_code=recipe.target.trust_remote_code,
             )
         state.wait_for_everyone()
         files.append(encoded)
     prompts = _prompts(recipe, "train")
     if prompts:
-        _answer(recipe, out, target, prompts, layer_ids, state)
+        answer_share(recipe, out, target, prompts, layer_ids, state)
         # A process whose share was empty, or that the deadline met early, has an empty file.
         files += [p for p in sorted(folder.glob("answers-*.jsonl")) if p.stat().st_size]
     found = [read_rows(path, target.vocab_size) for path in files]
@@ -148,7 +145,9 @@ def gather_material(
     done = folder / "answers.done"
     cpu_seconds = json.loads(done.read_text())["cpu_seconds"] if done.exists() else 0.0
     cache = CacheReader(feature_folder(out, layer_ids), recipe.teacher)
-    return Material(rows, _heldout(recipe, target), cache, cpu_seconds)
+    # The bonus token after the last proposal has a position, too.
+    heldout = _heldout(recipe, target, room=config.num_draft_tokens + 1)
+    return Material(rows, heldout, cache, cpu_seconds)
 
 
 def check_inputs(recipe: Recipe, out: Path, target: Target) -> None:
@@ -183,84 +182,6 @@ def _checked(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def _answer(
-    recipe: Recipe,
-    out: Path,
-    target: Target,
-    prompts: list[Prompt],
-    layer_ids: tuple[int, ...],
-    state: PartialState,
-) -> None:
-    """Let the target answer this process's share of the prompts, features kept where wanted."""
-    data, folder = recipe.data, out / "data"
-    # A stop between answering and training must not answer for another `data.minutes`.
-    done = folder / "answers.done"
-    if done.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    prompts = list(_fitting(prompts, target, data.max_length - data.max_new_tokens, 0))
-    mine = folder / f"answers-{state.process_index}.jsonl"
-    # A stopped run may have had another number of processes, and so other shares.
-    others = [path for path in folder.glob("answers-*.jsonl") if path != mine]
-    answered = {row.id for path in others if path.stat().st_size for row in read_rows(path).rows}
-    writer = None
-    if data.features == "cache":
-        writer = _cache_writer(recipe, out, target, prompts, layer_ids, state)
-    regenerate(
-        target,
-        [p for p in prompts[state.process_index :: state.num_processes] if p.id not in answered],
-        mine,
-        max_new_tokens=data.max_new_tokens,
-        batch_size=data.batch_size,
-        temperature=data.temperature,
-        seed=recipe.train.seed,
-        deadline_seconds=None if data.minutes is None else data.minutes * 60,
-        layer_ids=layer_ids if writer else None,
-        teacher=recipe.teacher,
-        on_features=writer.add_row if writer else None,
-        progress=None if state.is_main_process else lambda line: None,
-    )
-    if writer is not None:
-        writer.flush()
-    state.wait_for_everyone()
-    cpu_seconds = sum(gather_object([time.process_time()]))
-    if state.is_main_process:
-        done.write_text(json.dumps({"cpu_seconds": cpu_seconds}))
-    state.wait_for_everyone()
-
-
-def _cache_writer(
-    recipe: Recipe,
-    out: Path,
-    target: Target,
-    prompts: list[Prompt],
-    layer_ids: tuple[int, ...],
-    state: PartialState,
-) -> CacheWriter:
-    """This process's writer; the main one says what the cache takes and looks at the disk."""
-    data, folder = recipe.data, feature_folder(out, layer_ids)
-    if state.is_main_process:
-        sizes = {
-            "num_features": len(layer_ids) * target.hidden_size,
-            "hidden_size": target.hidden_size,
-            "dtype": data.cache_dtype,
-            "soft": recipe.teacher is not None,
-        }
-        print(f"feature cache: {estimate_bytes(1, **sizes)} bytes a token", file=sys.stderr)
-        if data.minutes is None:
-            tokenizer = target.require_tokenizer()
-            tokens = sum(len(encode_prompt(p, tokenizer)) + data.max_new_tokens for p in prompts)
-            size = estimate_bytes(tokens, **sizes)
-            print(f"feature cache: at most {size / 1e9:.2f} GB in all", file=sys.stderr)
-            check_disk(folder, size)
-    return CacheWriter(folder, f"part-{state.process_index}", data.cache_dtype, recipe.teacher)
-
-
-def feature_folder(out: Path, layer_ids: tuple[int, ...]) -> Path:
-    """Features of other layers are other features: each choice has its folder."""
-    return out / "data" / ("features-" + "-".join(map(str, layer_ids)))
-
-
 def _prompts(recipe: Recipe, split: Split) -> list[Prompt]:
     data = recipe.data
     prompts: list[Prompt] = []
@@ -283,8 +204,11 @@ def built_in_prompts(
     return [Prompt(f"tiny/{split}/{i}", message, "tiny") for i, message in enumerate(messages)]
 
 
-def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
-    """Held-out prompts in a fixed shuffled order, so that a short measurement mixes all tags."""
+def _heldout(recipe: Recipe, target: Target, *, room: int) -> list[Prompt]:
+    """Held-out prompts in a fixed shuffled order, so that a short measurement mixes all tags.
+
+    Each leaves room for its answer and for `room` more: the drafter's last block.
+    """
     data = recipe.data
     prompts = [prompt for name in data.heldout for prompt in read_prompts(name)]
     if not data.heldout:
@@ -299,9 +223,10 @@ def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
         )
     order = torch.randperm(len(prompts), generator=seeded("heldout", recipe.train.seed)).tolist()
     wanted = max(recipe.eval.prompts, recipe.eval.final_prompts)
-    # Room for the answer and for the last block of any drafter.
-    room = recipe.eval.max_new_tokens + recipe.draft.block_size
-    fitting = _fitting([prompts[i] for i in order], target, data.max_length, room)
+    room += recipe.eval.max_new_tokens
+    shuffled = (prompts[i] for i in order)
+    encoded = encode_prompts(shuffled, target, room=room, max_tokens=data.max_length)
+    fitting = (item.prompt for item in encoded if isinstance(item, EncodedPrompt))
     kept = list(islice(fitting, wanted))
     if not kept:
         raise ValueError(
@@ -309,19 +234,3 @@ def _heldout(recipe: Recipe, target: Target) -> list[Prompt]:
             f"{target.name}'s positions; shorten them or lower eval.max_new_tokens"
         )
     return kept
-
-
-def _fitting(
-    prompts: Iterable[Prompt], target: Target, max_length: int, room: int
-) -> Iterator[Prompt]:
-    """Prompts of at most max_length tokens that leave `room` in the target's positions."""
-    tokenizer, positions = target.require_tokenizer(), max_positions(target)
-    longest = max_length if positions is None else min(max_length, positions - room)
-    for prompt in prompts:
-        try:
-            ids = encode_prompt(prompt, tokenizer)
-            fits = 0 < len(ids) <= longest and max(ids) < target.vocab_size
-        except BadMessages:
-            fits = False
-        if fits:
-            yield prompt

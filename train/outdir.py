@@ -1,11 +1,13 @@
 """The run's directory: a new one, one to go on with, or one that belongs to another recipe."""
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import yaml
 
 from ..data.jsonl import atomic_file
+from ..data.lock import exclusive
 from ..recipes.schema import Recipe
 from .checkpoint import checkpoints
 
@@ -22,6 +24,12 @@ FREE_KEYS = {
 }
 FREE_PREFIXES = ("eval.", "wandb.")
 MADE_BY_TRAINING = ("checkpoints", "draft", "report", "metrics.jsonl")
+
+
+def lock_out(recipe: Recipe) -> AbstractContextManager[int]:
+    """Holds the `out` directory; ValueError where another run is writing to it."""
+    out = Path(recipe.out)
+    return exclusive(out / ".lock", out)
 
 
 def open_out(recipe: Recipe, *, resume: bool, main: bool) -> tuple[Path, Path | None]:

@@ -53,6 +53,11 @@ class Samples:
         self._head = target_head(target)
         self._epoch, self._order = -1, list[int]()
 
+    @property
+    def num_broken(self) -> int:
+        """Cached rows that were not finite and had to be recomputed, in this process."""
+        return self._cache.num_broken
+
     def __getitem__(self, number: int) -> Sample:
         epoch, place = divmod(number, len(self.packs))
         if epoch != self._epoch:
@@ -86,7 +91,7 @@ class Samples:
         kind = self._cache.teacher
         if row.id in self._cache:
             found = self._cache.read(row.id, length)
-            if found.teacher is not None or kind is None:
+            if found is not None and (found.teacher is not None or kind is None):
                 return found
         ids = row.input_ids[:length]
         features = capture(self._target, [ids], self._layer_ids)[0]

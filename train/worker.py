@@ -1,6 +1,7 @@
 """One process of a multi-process run.
 
-`python -m spec.train.worker RECIPE.yaml [--no-resume]`, started by launch.py.
+`python -m spec.train.worker RECIPE.yaml [--no-resume] [--locked]`, started by launch.py (which
+holds `out` already and says so with `--locked`) or by a launcher of the user's.
 """
 
 import os
@@ -15,7 +16,8 @@ def main(arguments: list[str]) -> int:
     """A user's mistake is one line from the main process and exit code 2."""
     end_with_parent()
     try:
-        train(load_recipe(arguments[0]), resume="--no-resume" not in arguments)
+        recipe, locked = load_recipe(arguments[0]), "--locked" in arguments
+        train(recipe, resume="--no-resume" not in arguments, locked=locked)
     except (ValueError, OSError) as error:
         if os.environ.get("SPEC_TRACEBACK") == "1":
             raise
