@@ -7,9 +7,6 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class Stored:
@@ -39,11 +36,6 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             start, end = entry["data_offsets"]
             tensors[name] = Stored(file, entry["dtype"], tuple(entry["shape"]), end - start)
     return tensors
-
-
-def read_tensor(stored: Stored, name: str) -> Tensor:
-    with safe_open(stored.file, framework="pt") as shard:
-        return shard.get_tensor(name)
 
 
 def _shards(directory: Path) -> list[Path]:
