@@ -18,41 +18,54 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spec.dflash.config import DFlashConfig
-from spec.dflash.draft import DFlashDraft
 from spec.dflash.loss import Head
-from spec.dflash.objective import LossOptions, PackedSequence, sequence_loss
+from spec.dflash.objective import PackedSequence
+from spec.dspark.config import HEAD_TYPES, DSparkConfig
+from spec.recipes.algorithms import ALGORITHMS
+from spec.recipes.schema import DSPARK_DEFAULTS, LossSection
 from spec.train.memory import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NUM_FEATURES = 4
 
 
-def make_config(block: int, layers: int) -> DFlashConfig:
-    return DFlashConfig(
+def make_config(args: argparse.Namespace) -> DFlashConfig:
+    heads: dict[str, Any] = {}
+    if args.algo == "dspark":
+        heads = {
+            "markov_rank": args.rank,
+            "markov_head_type": args.head,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": args.rank > 0,
+        }
+    return ALGORITHMS[args.algo].config(
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=layers,
+        num_hidden_layers=args.layers,
         num_attention_heads=9,
         num_key_value_heads=3,
         head_dim=64,
         vocab_size=49152,
-        block_size=block,
+        block_size=args.block,
         target_layer_ids=(1, 10, 18, 27),
         num_target_layers=30,
         mask_token_id=49151,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        **heads,
     )
 
 
 def useful_flops(config: DFlashConfig, seq: int, anchors: Tensor, slots: int) -> float:
     """Multiply-adds x 2.
 
-    Weight and input gradients, except for the frozen inputs (features, head).
+    Weight and input gradients, except for the frozen inputs (features, head). DSpark: the teacher's
+    head once a position, and W2 with both gradients.
     """
     c = config
     tokens = len(anchors) * c.block_size
@@ -69,6 +82,10 @@ def useful_flops(config: DFlashConfig, seq: int, anchors: Tensor, slots: int) ->
         12.0 * c.block_size * visible * c.num_attention_heads * c.head_dim * c.num_hidden_layers
     )
     head = 4.0 * slots * c.hidden_size * c.vocab_size
+    if isinstance(config, DSparkConfig):
+        positions = (anchors[:, None] + torch.arange(config.block_size)).unique().numel()
+        head += 2.0 * positions * c.hidden_size * c.vocab_size
+        head += 6.0 * slots * config.markov_rank * c.vocab_size
     return backbone + context + attention + head
 
 
@@ -119,13 +136,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algo", choices=["dflash"], default="dflash")
+    parser.add_argument("--algo", choices=sorted(ALGORITHMS), default="dflash")
+    parser.add_argument("--head", choices=HEAD_TYPES, default="vanilla", help="of dspark")
+    parser.add_argument("--rank", type=int, default=256, help="of dspark's head")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of context")
     parser.add_argument("--anchors", type=int, default=64)
     parser.add_argument("--block", type=int, default=8)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="fp32")
-    parser.add_argument("--labels", choices=["hard", "soft"], default="hard")
+    parser.add_argument("--labels", choices=["hard", "soft"], default="hard", help="of dflash")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument(
@@ -136,24 +155,26 @@ def main() -> None:
     torch.manual_seed(0)
     keep_freed_memory()
     dtype = DTYPES[args.dtype]
-    config = make_config(args.block, args.layers)
-    draft = DFlashDraft(config).to(dtype)
+    config, algorithm = make_config(args), ALGORITHMS[args.algo]
+    draft = algorithm.draft(config).to(dtype)
     embedding = (torch.randn(config.vocab_size, config.hidden_size) * 0.05).to(dtype)
     head = Head(embedding)
-    S = args.seq
+    S, soft = args.seq, args.labels == "soft" or args.algo == "dspark"
     sequence = PackedSequence(
         input_ids=torch.randint(0, 49000, (S,)),
         loss_mask=torch.ones(S, dtype=torch.long),
         starts=torch.zeros(S, dtype=torch.long),
         ends=torch.full((S,), S),
         features=torch.randn(S, config.num_features).to(dtype),
-        teacher=torch.randn(S, config.hidden_size).to(dtype) if args.labels == "soft" else None,
+        teacher=torch.randn(S, config.hidden_size).to(dtype) if soft else None,
     )
     anchors = torch.randperm(S - args.block)[: args.anchors].sort().values
-    options = LossOptions(weighting="decay", gamma=4.0, alpha=0.5, labels=args.labels)
+    terms = DSPARK_DEFAULTS["loss"] if args.algo == "dspark" else {}
+    loss = LossSection(gamma=4.0, labels=args.labels, **terms)  # pyright: ignore[reportCallIssue]
+    options = algorithm.options(loss, 1.0)
 
     def step() -> int:
-        out = sequence_loss(
+        out = algorithm.sequence_loss(
             draft, sequence, anchors=anchors, embedding=embedding, head=head, options=options
         )
         out.loss.backward()

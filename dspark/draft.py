@@ -77,4 +77,5 @@ class DSparkDraft(DFlashDraft):
         """`W1[x]` of the tokens before each slot [...] -> [..., r]; None without a Markov head."""
         if self.markov_head is None:
             return None
-        return F.embedding(previous, self.markov_head.markov_w1.weight)
+        # Sparse: a step reads few of the table's rows.
+        return F.embedding(previous, self.markov_head.markov_w1.weight, sparse=True)

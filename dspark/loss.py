@@ -24,7 +24,7 @@ from torch import Tensor
 from ..dflash.loss import Head
 from .tiles import Tiles
 
-CHUNK = 6 << 20  # numbers of a chunk's probabilities
+CHUNK = 3 << 20  # numbers of a chunk's probabilities
 MAX_ROWS = 512
 TINY = 1e-30  # smallest probability whose logarithm is taken
 
@@ -114,7 +114,8 @@ class _Terms(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return *(None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors), None
+        # In place: the gradient by W2 is as large as W2. A second backward is refused by autograd.
+        return *(None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors), None
 
 
 @dataclass(frozen=True)

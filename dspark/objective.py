@@ -52,7 +52,7 @@ def sequence_loss(
     if draft.markov_head is not None and embeds_ADr is not None:
         latent = draft.markov_head.latents(embeds_ADr, hidden_ADH)[kept]
         w2 = draft.markov_head.markov_w2.weight
-        w2 = w2 if head.rows is None else F.embedding(head.rows, w2)
+        w2 = w2 if head.rows is None else F.embedding(head.rows, w2, sparse=True)
     labels = blocks.labels_AD[kept]
     plan = Plan(
         head=head,
