@@ -60,6 +60,8 @@ def test_equal_survival_goes_to_the_earlier_slot_then_the_earlier_request() -> N
 def test_free_steps_admit_all_and_dear_ones_nothing() -> None:
     survivals = random_survival(0, 5, 7)
     assert prefix_schedule(survivals, lambda n: 100.0).tolist() == [7] * 5
+    # Equal throughput is no decrease.
+    assert prefix_schedule(np.zeros((2, 3)), lambda n: 100.0).tolist() == [3, 3]
     # Seconds grow with the square of the tokens: one more token costs more than it brings.
     assert prefix_schedule(survivals, lambda n: 1 / n**2).tolist() == [0] * 5
 

@@ -1,0 +1,90 @@
+"""spec calibrate, then spec plan verify on what it wrote: a tiny target, a random drafter."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from spec.cli.main import app
+from spec.dspark.config import DSparkConfig
+from spec.dspark.draft import DSparkDraft
+from spec.target.model import Target
+from spec.target.tiny import make_tiny_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_target(tmp_path_factory.mktemp("calibrate") / "target", steps=2)
+
+
+def drafter(target: Path, directory: Path, *, confidence: bool) -> Path:
+    loaded = Target.load(str(target))
+    torch.manual_seed(0)
+    config = DSparkConfig(
+        hidden_size=loaded.hidden_size,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=loaded.vocab_size,
+        block_size=3,
+        target_layer_ids=(1,),
+        num_target_layers=loaded.num_layers,
+        mask_token_id=loaded.vocab_size - 1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        markov_rank=4,
+        enable_confidence_head=confidence,
+    )
+    DSparkDraft(config).save(directory)
+    return directory
+
+
+def run(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.stdout
+
+
+def test_calibrate_and_plan(target: Path, tmp_path: Path) -> None:
+    draft = drafter(target, tmp_path / "run" / "draft", confidence=True)
+    options = ("-p", "tiny", "--limit", "6", "--max-new-tokens", "8", "--max-batch-tokens", "4")
+    shown = run("calibrate", "-t", target, "-d", draft, *options)
+    assert "requests, measured on" in shown
+    sts, sps = (json.loads((draft / name).read_text()) for name in ("sts.json", "sps.json"))
+    assert (len(sts["temperatures"]), sts["dataset"]) == (3, "tiny")
+    assert sps["sample_batch_tokens"] == [1, 2, 3, 4]
+    report = json.loads((draft / "calibration" / "calibration.json").read_text())
+    assert report["draft"] == "run/draft"
+    assert str(tmp_path) not in json.dumps([report, sts, sps])
+    run(
+        *("plan", "verify", "--survival", draft / "calibration" / "calibration.json"),
+        *("--sps", draft / "sps.json", "--concurrency", "1,2", "-o", tmp_path / "plan"),
+    )
+    plan = json.loads((tmp_path / "plan" / "plan.json").read_text())
+    assert list(plan["policies"]) == ["1", "all", "scheduler"]
+
+
+def test_without_timing_and_as_json(target: Path, tmp_path: Path) -> None:
+    draft = drafter(target, tmp_path / "draft", confidence=True)
+    options = ("-p", "tiny", "--limit", "4", "--max-new-tokens", "6", "--temperature", "1")
+    out = tmp_path / "elsewhere"
+    shown = run(
+        "calibrate", "-t", target, "-d", draft, *options, "--no-profile", "-o", out, "--json"
+    )
+    told = json.loads(shown)
+    assert told["temperature"] == 1.0 and "rounds" not in told
+    assert not (draft / "sps.json").exists() and not (draft / "calibration").exists()
+    assert (out / "calibration.json").exists()
+
+
+def test_no_confidence_head_is_one_clear_line(target: Path, tmp_path: Path) -> None:
+    draft = drafter(target, tmp_path / "draft", confidence=False)
+    result = CliRunner().invoke(
+        app, ["calibrate", "-t", str(target), "-d", str(draft), "-p", "tiny"]
+    )
+    assert isinstance(result.exception, ValueError)
+    assert "has no confidence head" in str(result.exception)
+    assert not (draft / "sts.json").exists()
