@@ -57,7 +57,7 @@ def sequence_loss(
     plan = Plan(
         head=head,
         labels=labels if row_of_label is None else row_of_label[labels],
-        teacher=_teacher(blocks, sequence),
+        teacher=_teacher(blocks, sequence, head.weight.dtype),
         terms=options.terms,
         sizes=kept.sum(1).tolist(),
         weigh=lambda first, last, logprob: _weights(options, kept[first:last], logprob),
@@ -83,14 +83,16 @@ def sequence_loss(
     )
 
 
-def _teacher(blocks: Blocks, sequence: PackedSequence) -> TeacherRows | None:
+def _teacher(
+    blocks: Blocks, sequence: PackedSequence, dtype: torch.dtype
+) -> TeacherRows | None:
     """The last hidden state before each slot's token, each position once."""
     if sequence.teacher is None:
         return None
     kept = blocks.supervised_AD
     before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
     positions, row_of_slot = before_AD[kept].unique(return_inverse=True)
-    return TeacherRows(sequence.teacher[positions], row_of_slot)
+    return TeacherRows(sequence.teacher[positions].to(dtype), row_of_slot)
 
 
 def _weights(options: DSparkLossOptions, kept: Tensor, logprob: Tensor) -> Tensor:
