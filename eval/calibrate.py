@@ -9,7 +9,7 @@ Shapes: N rounds, K drafted tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling
 from .decode import Decoded, Drafter, speculate
 from .plan import MAX_ROUNDS, pruning_curve, write_json
-from .report import encode_groups
+from .report import encode_groups, progress_bar
 
 SCHEMA = 1
 SPLIT_SEED = 0
@@ -111,11 +111,12 @@ def calibrate(
     batch_size: int,
     heldout: Sequence[Prompt] | None = None,
     sampling: Sampling = GREEDY,
-    on_finished: Callable[[Decoded], None] | None = None,
+    progress: bool = True,
 ) -> Calibration:
     """Fit temperatures and measure them; the result is what `calibration.json` holds.
 
-    Without `heldout` the prompts are split in half by request.
+    Without `heldout` the prompts are split in half by request. A bar shows on stderr where that is
+    a terminal.
 
     Raises ValueError for a drafter without a confidence head, too few prompts, or no full round.
     """
@@ -133,15 +134,16 @@ def calibrate(
                 "every prompt is a held-out one too; expected others to fit the temperatures on"
             )
     require_confidence(target, drafter, min(fitted, key=len), draft_name)
-    decoded = speculate(
-        target,
-        drafter,
-        fitted + measured,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        sampling=sampling,
-        on_finished=on_finished,
-    )
+    with progress_bar(draft_name, len(fitted) + len(measured), shown=progress) as advance:
+        decoded = speculate(
+            target,
+            drafter,
+            fitted + measured,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            sampling=sampling,
+            on_finished=advance,
+        )
     slots = drafter.num_draft_tokens
     parts = decoded[: len(fitted)], decoded[len(fitted) :]
     return {

@@ -1,8 +1,9 @@
 """Measure a drafter against plain decoding and write what came out: report.json, a table, a plot.
 
-The prompts of all groups run twice in one stream, with the same loop and batch size, first without
-the drafter, then with it. A group's time is its requests' share of each round's wall time. All but
-the three timing keys of a group is the same whenever the same inputs are measured again.
+The prompts of all groups run twice in one stream, with the same loop, sampling and batch size,
+first without the drafter, then with it. A group's time is its requests' share of each round's wall
+time. All but the three timing keys of a group is the same whenever the same inputs are measured
+again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..data.jsonl import atomic_file
 from ..data.messages import BadMessages
 from ..data.prompts import Prompt, encode_prompt
+from ..dspark.schedule import Schedule
 from ..target.generate import max_positions
 from ..target.model import Target
+from ..target.sampling import GREEDY, Sampling
 from .acceptance import Rounds, measure
 from .decode import Decoded, Drafter, NoDrafter, speculate
 
@@ -63,6 +66,9 @@ def evaluate(
     batch_size: int,
     draft_name: str,
     algorithm: str = "dflash",
+    sampling: Sampling = GREEDY,
+    schedule: Schedule | None = None,
+    schedule_name: str | None = None,
     baseline: Baseline | None = None,
     room: int | None = None,
     progress: bool = True,
@@ -70,27 +76,40 @@ def evaluate(
     """The acceptance report of a drafter (DESIGN section 7); groups are the prompts' tags.
 
     `baseline` holds the plain runs by group; an empty one is filled, so several drafters can share
-    it on the same prompts. `room` is then the largest num_draft_tokens of them, since a prompt has
-    to leave place for any drafter's last block. A bar shows on stderr where that is a terminal.
+    it on the same prompts and with the same sampling. `room` is then the largest num_draft_tokens
+    of them, since a prompt has to leave place for any drafter's last block. `schedule` cuts what is
+    verified (see `decode.cut`); the report calls it `schedule_name`. A bar shows on stderr where
+    that is a terminal.
 
-    Raises ValueError where no prompt fits.
+    Raises ValueError where no prompt fits, or for a schedule without a drafter's confidence.
     """
+    assert (schedule is None) == (schedule_name is None), "a schedule has a name in the report"
     room = drafter.num_draft_tokens if room is None else room
     groups, skipped = encode_groups(target, prompts, max_new_tokens + room)
     baseline = {} if baseline is None else baseline
-    options = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    plainly: dict[str, Any] = {**options, "sampling": sampling}
+    drafting: dict[str, Any] = {**plainly, "schedule": schedule}
     shortest = min((ids for group in groups.values() for ids in group), key=len)
-    for warm in (None, drafter):  # kernels are chosen at their first call
-        speculate(target, warm, [shortest], max_new_tokens=min(4, max_new_tokens), batch_size=1)
+    short = {"max_new_tokens": min(4, max_new_tokens), "batch_size": 1}
+    # Kernels are chosen at their first call.
+    speculate(target, None, [shortest], **{**plainly, **short})
+    speculate(target, drafter, [shortest], **{**drafting, **short})
     total = sum(map(len, groups.values())) * (1 if baseline else 2)
-    with _bar(draft_name, total, shown=progress) as advance:
+    with progress_bar(draft_name, total, shown=progress) as advance:
         if not baseline:
-            baseline |= _decode(target, NoDrafter(), groups, advance, **options)
-        runs = _decode(target, drafter, groups, advance, **options)
-    plain = {name: baseline[name] for name in groups}
-    figures = {"all": _group(list(runs.values()), list(plain.values()), drafter.num_draft_tokens)}
-    for name in groups:
-        figures[name] = _group([runs[name]], [plain[name]], drafter.num_draft_tokens)
+            baseline |= _decode(target, NoDrafter(), groups, advance, **plainly)
+        runs = _decode(target, drafter, groups, advance, **drafting)
+    parts = {"all": list(groups), **{name: [name] for name in groups}}
+    figures = {
+        part: _group(
+            [runs[name] for name in names],
+            [baseline[name] for name in names],
+            drafter.num_draft_tokens,
+            greedily=sampling.temperature == 0,
+        )
+        for part, names in parts.items()
+    }
     return {
         "schema": SCHEMA,
         "target": target.name,
@@ -98,7 +117,11 @@ def evaluate(
         "engine": ENGINE,
         "algorithm": algorithm,
         "num_draft_tokens": drafter.num_draft_tokens,
-        "temperature": 0.0,
+        "temperature": float(sampling.temperature),
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "schedule": schedule_name,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         "num_threads": torch.get_num_threads(),
@@ -191,7 +214,9 @@ def _decode(
     return {name: Run([next(decoded) for _ in group]) for name, group in groups.items()}
 
 
-def _group(runs: list[Run], plain: list[Run], num_draft_tokens: int) -> dict[str, Any]:
+def _group(
+    runs: list[Run], plain: list[Run], num_draft_tokens: int, *, greedily: bool
+) -> dict[str, Any]:
     decoded = [d for run in runs for d in run.decoded]
     rounds = [Rounds(d.num_accepted, d.num_drafted, len(d.output_ids)) for d in decoded]
     baseline = [d for run in plain for d in run.decoded]
@@ -199,7 +224,8 @@ def _group(runs: list[Run], plain: list[Run], num_draft_tokens: int) -> dict[str
     fast, slow = _tokens_per_second(runs), _tokens_per_second(plain)
     return {
         **measure(rounds, num_draft_tokens).to_json(),
-        "equal_to_plain": same / len(decoded),
+        # Two samples of one distribution are not the same text.
+        "equal_to_plain": same / len(decoded) if greedily else None,
         "tokens_per_second": fast,
         "baseline_tokens_per_second": slow,
         "speedup": fast / slow,
@@ -211,7 +237,7 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 
 @contextmanager
-def _bar(name: str, total: int, *, shown: bool) -> Iterator[Callable[[Decoded], None]]:
+def progress_bar(name: str, total: int, *, shown: bool) -> Iterator[Callable[[Decoded], None]]:
     """A progress bar over answers, plain and speculative ones, with tokens per second."""
     tokens, started = 0, time.perf_counter()
     bar = Progress(
