@@ -19,7 +19,8 @@ from accelerate import PartialState
 
 from spec.data.cache import CacheReader, RowFeatures
 from spec.dflash.loss import expected_row
-from spec.recipes.schema import Recipe, load_recipe
+from spec.recipes.load import load_recipe
+from spec.recipes.schema import Recipe
 from spec.target.model import Target
 from spec.target.teacher import Teacher
 from spec.train.drafter import make_config, make_draft

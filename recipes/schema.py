@@ -1,22 +1,17 @@
 """The recipe: everything a run depends on, in one strict YAML file.
 
-Each default is written here and nowhere else. An unknown key is an error that names the nearest
-known one; `key=value` overrides use dotted keys. The resolved recipe is printed and saved beside
-the run.
+Each default is written here and nowhere else; load.py reads files and overrides. The resolved
+recipe is printed and saved beside the run.
 """
 
-import difflib
-import json
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..target.teacher import Teacher
 
-SHIPPED = Path(__file__).parent
-BOUNDS = {"train.steps": "minutes", "train.minutes": "steps"}
+BOUNDS = ("steps", "epochs", "minutes")  # of a run's length: exactly one
 Dtype = Literal["float32", "bfloat16"]
 Algorithm = Literal["dflash", "dspark"]
 # Keys that only DSpark has, with what they are where a DSpark recipe leaves them out: the paper's.
@@ -181,11 +176,12 @@ class LossSection(Section):
 class TrainSection(Section):
     """The loop.
 
-    Give `steps`, or `minutes` for a run bounded by time; the schedule's end is the last step of
-    either.
+    Give `steps`, `epochs`, or `minutes` for a run bounded by time; the schedule's end is the last
+    step of any.
     """
 
     steps: int | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, description="passes over the packed sequences")
     minutes: float | None = Field(None, gt=0)
     processes: int = Field(1, gt=0, description="started by spec itself unless a launcher did")
     seq_length: int = Field(4096, gt=1, description="tokens of a packed sequence")
@@ -213,8 +209,8 @@ class TrainSection(Section):
 
     @model_validator(mode="after")
     def _one_bound(self) -> "TrainSection":
-        if (self.steps is None) == (self.minutes is None):
-            raise ValueError("give train.steps or train.minutes, exactly one")
+        if sum(getattr(self, name) is not None for name in BOUNDS) != 1:
+            raise ValueError("give train.steps, train.epochs or train.minutes, exactly one")
         return self
 
 
@@ -242,6 +238,9 @@ class Recipe(Section):
     """A whole run; it writes only under `out`."""
 
     out: str
+    unsupported: str | None = Field(
+        None, description="why a shipped recipe cannot run yet; it is refused with this reason"
+    )
     target: TargetSection
     data: DataSection
     draft: DraftSection = DraftSection()  # pyright: ignore[reportCallIssue]
@@ -249,28 +248,6 @@ class Recipe(Section):
     train: TrainSection
     eval: EvalSection = EvalSection()  # pyright: ignore[reportCallIssue]
     wandb: WandbSection | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_dspark(cls, data: Any) -> Any:
-        """A DSpark recipe's own defaults; a drafter to start from keeps its heads."""
-        draft = data.get("draft") if isinstance(data, dict) else None
-        if not isinstance(draft, dict) or draft.get("algorithm") != "dspark":
-            return data
-        filled = dict(data)
-        for name, defaults in DSPARK_DEFAULTS.items():
-            section = filled.get(name) or {}
-            if not isinstance(section, dict) or (name == "draft" and draft.get("init_from")):
-                continue
-            given = {key: value for key, value in section.items() if value is not None}
-            if name == "draft" and given.get("markov_rank") == 0:
-                defaults = {**defaults, "confidence_head_with_markov": False}
-            if name == "draft" and given.get("confidence_head") is False:
-                defaults = {**defaults, "confidence_head_with_markov": False}
-            if name == "loss" and draft.get("confidence_head") is False:
-                defaults = {**defaults, "confidence": 0.0}
-            filled[name] = {**section, **defaults, **given}
-        return filled
 
     @model_validator(mode="after")
     def _heads_and_terms(self) -> "Recipe":
@@ -313,128 +290,3 @@ class Recipe(Section):
     def to_yaml(self) -> str:
         """The resolved recipe, every value written out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe by path, or by the name of a shipped one, and apply `a.b=value` overrides.
-
-    Raises ValueError in one line a mistake: unknown key (with the nearest), value out of range,
-    missing key.
-    """
-    path = find_recipe(name)
-    try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
-    for override in overrides or []:
-        _apply(data, override)
-    try:
-        return Recipe.model_validate_json(_json(data))
-    except ValidationError as error:
-        raise ValueError(
-            f"{path.name}: " + "; ".join(_explain(problem) for problem in error.errors())
-        ) from None
-
-
-def find_recipe(name: str | Path) -> Path:
-    """A path as it is, or a shipped recipe by its name without `.yaml`."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    shipped = SHIPPED / f"{path.stem}.yaml"
-    # A clone's documentation says recipes/tiny.yaml; from another folder that means the shipped one
-    # as well.
-    if (
-        path.parent in (Path("."), Path("recipes"))
-        and path.suffix in ("", ".yaml")
-        and shipped.is_file()
-    ):
-        return shipped
-    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
-    raise ValueError(f"no recipe {str(name)!r}: give the path of a YAML file or one of {known}")
-
-
-def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
-    """All dotted keys of the schema."""
-    keys: list[str] = []
-    for name, field in model.model_fields.items():
-        section = _section_of(field.annotation)
-        keys.append(prefix + name)
-        if section is not None:
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    key, found, text = override.partition("=")
-    if not found or not key:
-        raise ValueError(f"override {override!r} is not key=value, for example train.steps=100")
-    if key not in known_keys():
-        raise ValueError(f"unknown key {key!r}{_nearest(key)}")
-    root = data
-    *parents, last = key.split(".")
-    for parent in parents:
-        if not isinstance(data.get(parent), dict):
-            data[parent] = {}
-        data = data[parent]
-    try:
-        data[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ValueError(f"override {override!r}: {text!r} is not a YAML value") from None
-    # A run has one bound: asking for minutes on a recipe that counts steps means minutes.
-    if key in BOUNDS and data[last] is not None:
-        root["train"].pop(BOUNDS[key], None)
-
-
-def _as_number(text: str) -> str | float:
-    """YAML takes 1e-4 for a string; a recipe means the number."""
-    try:
-        return (
-            float(text)
-            if any(c.isdigit() for c in text) and set(text) <= set("0123456789eE+-.")
-            else text
-        )
-    except ValueError:
-        return text
-
-
-def _json(data: Any) -> str:
-    def fix(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): fix(item) for key, item in value.items()}
-        return _as_number(value) if isinstance(value, str) else value
-
-    # YAML knows dates and sets; as text they meet the schema's own message.
-    return json.dumps(fix(data), default=str)
-
-
-def _explain(problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest(key)}"
-    if problem["type"] == "missing":
-        return f"missing key {key!r}"
-    message = problem["msg"].removeprefix("Value error, ")
-    named = "." in message.split(" ")[0] or "name" in message  # the message says which key
-    return message if not key or (named and not key.count(".")) else f"{key}: {message}"
-
-
-def _nearest(key: str) -> str:
-    """A hint at the closest key: same last part elsewhere, or the most alike spelling."""
-    keys = known_keys()
-    last = key.rsplit(".", 1)[-1]
-    same = [other for other in keys if other.rsplit(".", 1)[-1] == last]
-    close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    close = close or difflib.get_close_matches(
-        last, [k.rsplit(".", 1)[-1] for k in keys], n=1, cutoff=0.5
-    )
-    return f"; nearest is {close[0]!r}" if close else ""

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spec.cli.main import app
-from spec.recipes.schema import known_keys, load_recipe
+from spec.recipes.load import known_keys, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spec.recipes.schema import SHIPPED, load_recipe
+from spec.recipes.load import SHIPPED, load_recipe
+from spec.train.loop import train
 
 MINIMAL = "out: runs/x\ntarget: {path: model}\ndata: {rows: [rows.jsonl]}\ntrain: {steps: 5}\n"
 
@@ -72,6 +73,8 @@ def test_an_unknown_key_in_the_file_names_the_nearest(recipe_file: Path) -> None
 def test_minutes_replace_steps(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["train.minutes=2.5"])
     assert (recipe.train.steps, recipe.train.minutes) == (None, 2.5)
+    recipe = load_recipe(recipe_file, ["train.epochs=3"])
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 3)
 
 
 @pytest.mark.parametrize("text", ["", "- a\n", "out: [\n"])
@@ -85,3 +88,81 @@ def test_not_a_recipe(tmp_path: Path, text: str) -> None:
 def test_an_unknown_recipe_lists_the_shipped_ones() -> None:
     with pytest.raises(ValueError, match="quickstart"):
         load_recipe("nonsense")
+
+
+def test_dspark_fills_in_the_papers_settings(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, ["draft.algorithm=dspark", "loss.l1=0.5"])
+    draft, loss = recipe.draft, recipe.loss
+    assert (draft.markov_rank, draft.markov_head_type) == (256, "vanilla")
+    assert (draft.confidence_head, draft.confidence_head_with_markov) == (True, True)
+    assert (loss.ce, loss.l1, loss.renyi, loss.confidence) == (0.1, 0.5, 0.0, 1.0)
+    assert recipe.teacher == "last"
+    again = tmp_path / "again.yaml"
+    again.write_text(recipe.to_yaml())
+    assert load_recipe(again) == recipe
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["draft.markov_rank=0"],
+        ["draft.markov_rank=0", "draft.confidence_head=false"],
+        ["draft.confidence_head=false"],
+        ["draft.confidence_head_with_markov=false"],
+        *(["draft.markov_head_type=" + kind] for kind in ("vanilla", "gated", "rnn")),
+        ["loss.ce=0", "loss.l1=0", "loss.renyi=1", "loss.weighting=dpace"],
+    ],
+)
+def test_heads_and_terms_that_go_together(recipe_file: Path, overrides: list[str]) -> None:
+    recipe = load_recipe(recipe_file, ["draft.algorithm=dspark", *overrides])
+    assert (recipe.loss.confidence == 0) == (recipe.draft.confidence_head is False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["draft.markov_rank=4"], "draft.markov_rank is a key of dspark"),
+        (["loss.l1=0.9"], "loss.l1 is a key of dspark"),
+        (["draft.algorithm=dspark", "draft.markov_rank=513"], "less than or equal to 512"),
+        (
+            ["draft.algorithm=dspark", "draft.markov_rank=0", "draft.markov_head_type=rnn"],
+            "needs a draft.markov_rank above 0",
+        ),
+        (
+            [
+                "draft.algorithm=dspark",
+                "draft.markov_rank=0",
+                "draft.confidence_head_with_markov=true",
+            ],
+            "confidence_head_with_markov needs",
+        ),
+        (["draft.algorithm=dspark", "loss.confidence=0"], "a head that is not trained"),
+        (["draft.algorithm=dspark", "loss.ce=0", "loss.l1=0"], "nothing to learn"),
+        (["draft.algorithm=eagle"], "'dflash' or 'dspark'"),
+        (["draft.init_from=d", "draft.num_layers=3"], "draft.num_layers has no effect"),
+    ],
+)
+def test_heads_and_terms_that_do_not(recipe_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        load_recipe(recipe_file, overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_a_key_given_twice_is_a_mistake(recipe_file: Path) -> None:
+    recipe_file.write_text(MINIMAL + "draft: {num_layers: 2, num_layers: 3}\n")
+    with pytest.raises(ValueError, match="'num_layers' occurs twice"):
+        load_recipe(recipe_file)
+
+
+def test_a_recipe_that_cannot_run_says_why() -> None:
+    recipe = load_recipe("deepseek-v4-flash-dspark")
+    with pytest.raises(ValueError, match="bundles its drafter"):
+        train(recipe)
+
+
+def test_dspark_is_a_few_lines_from_dflash() -> None:
+    one, other = (
+        set((SHIPPED / f"{name}.yaml").read_text().splitlines())
+        for name in ("quickstart", "quickstart-dspark")
+    )
+    assert len(one ^ other) <= 12

@@ -15,7 +15,8 @@ from transformers import GenerationConfig, Qwen3ForCausalLM
 
 from spec.data.prompts import Prompt, encode_prompt, read_prompts
 from spec.dflash.draft import DFlashDraft
-from spec.recipes.schema import Recipe, load_recipe
+from spec.recipes.load import load_recipe
+from spec.recipes.schema import Recipe
 from spec.target.model import Target
 from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop, worker

@@ -50,6 +50,8 @@ def train(recipe: Recipe, *, resume: bool = True, locked: bool = False) -> Path:
     `out` is held meanwhile, by the process that starts the others or else by the main one;
     `locked` says that it is held already. Raises ValueError for anything the user has to mend.
     """
+    if recipe.unsupported is not None:
+        raise ValueError(f"this recipe cannot run yet: {recipe.unsupported}")
     if recipe.train.processes > 1 and not launched():
         with lock_out(recipe) as lock:
             out, _ = open_out(recipe, resume=resume, main=True)
@@ -153,7 +155,7 @@ def describe(run: Run, material: Material) -> str:
     """What a run is about to do, in numbers."""
     section, config = run.recipe.train, run.draft.config
     supervised = sum(row.num_supervised for row in material.rows)
-    length = f"{section.steps} steps" if section.steps is not None else f"{section.minutes} minutes"
+    length = f"{run.num_steps} steps" if run.num_steps is not None else f"{section.minutes} minutes"
     parameters = sum(p.numel() for p in run.draft.parameters())
     cut = f", {run.samples.num_cut} cut at seq_length" if run.samples.num_cut else ""
     return (

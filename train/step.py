@@ -4,6 +4,7 @@ A step divides by the sum of loss weights over all its samples, ranks and accumu
 that how samples were split never shows in the update. Nothing here touches files.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -57,11 +58,19 @@ class Run:
     cpu_start: float = 0.0  # this process's CPU seconds when training began
 
     @property
+    def num_steps(self) -> int | None:
+        """Of the whole run; None where it is bounded by time."""
+        section = self.recipe.train
+        if section.epochs is None:
+            return section.steps
+        return math.ceil(section.epochs * len(self.samples.packs) / section.batch_size)
+
+    @property
     def progress(self) -> float:
-        """Share of the run that will be over after the next step; 1 at the last of `steps`."""
+        """Share of the run that will be over after the next step; 1 at the last one."""
         section, state = self.recipe.train, self.state
-        if section.steps is not None:
-            return (state.step + 1) / section.steps
+        if self.num_steps is not None:
+            return (state.step + 1) / self.num_steps
         assert section.minutes is not None
         # The next step is expected to take what the earlier ones took; the first, a thousandth.
         ended = state.seconds / (section.minutes * 60)
@@ -70,8 +79,8 @@ class Run:
     @property
     def finished(self) -> bool:
         section = self.recipe.train
-        if section.steps is not None:
-            return self.state.step >= section.steps
+        if self.num_steps is not None:
+            return self.state.step >= self.num_steps
         assert section.minutes is not None
         return self.state.seconds >= section.minutes * 60
 

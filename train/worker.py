@@ -7,7 +7,7 @@ holds `out` already and says so with `--locked`) or by a launcher of the user's.
 import os
 import sys
 
-from ..recipes.schema import load_recipe
+from ..recipes.load import load_recipe
 from .launch import end_with_parent
 from .loop import train
 

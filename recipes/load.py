@@ -1,0 +1,177 @@
+"""From a YAML file and `key=value` overrides to a Recipe; every mistake in one line.
+
+An unknown key is an error that names the nearest known one.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .schema import BOUNDS, DSPARK_DEFAULTS, Recipe, Section
+
+SHIPPED = Path(__file__).parent
+
+
+class StrictLoader(yaml.SafeLoader):
+    """A key that occurs twice is a mistake, not a choice of the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = next((key for key in keys if keys.count(key) > 1), None)
+        if repeated is not None:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {repeated!r} occurs twice; keep one", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe by path, or by the name of a shipped one, and apply `a.b=value` overrides.
+
+    Raises ValueError in one line a mistake: unknown key (with the nearest), value out of range,
+    missing key.
+    """
+    path = find_recipe(name)
+    try:
+        data = yaml.load(path.read_text(), Loader=StrictLoader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    for override in overrides or []:
+        _apply(data, override)
+    _fill_dspark(data)
+    try:
+        return Recipe.model_validate_json(_json(data))
+    except ValidationError as error:
+        raise ValueError(
+            f"{path.name}: " + "; ".join(_explain(problem) for problem in error.errors())
+        ) from None
+
+
+def find_recipe(name: str | Path) -> Path:
+    """A path as it is, or a shipped recipe by its name without `.yaml`."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = SHIPPED / f"{path.stem}.yaml"
+    # A clone's documentation says recipes/tiny.yaml; from another folder that means the shipped one
+    # as well.
+    if (
+        path.parent in (Path("."), Path("recipes"))
+        and path.suffix in ("", ".yaml")
+        and shipped.is_file()
+    ):
+        return shipped
+    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
+    raise ValueError(f"no recipe {str(name)!r}: give the path of a YAML file or one of {known}")
+
+
+def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
+    """All dotted keys of the schema."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        keys.append(prefix + name)
+        if section is not None:
+            keys += known_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, found, text = override.partition("=")
+    if not found or not key:
+        raise ValueError(f"override {override!r} is not key=value, for example train.steps=100")
+    if key not in known_keys():
+        raise ValueError(f"unknown key {key!r}{_nearest(key)}")
+    root = data
+    *parents, last = key.split(".")
+    for parent in parents:
+        if not isinstance(data.get(parent), dict):
+            data[parent] = {}
+        data = data[parent]
+    try:
+        data[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ValueError(f"override {override!r}: {text!r} is not a YAML value") from None
+    # A run has one bound: asking for minutes on a recipe that counts steps means minutes.
+    if key in [f"train.{name}" for name in BOUNDS] and data[last] is not None:
+        for name in set(BOUNDS) - {last}:
+            root["train"].pop(name, None)
+
+
+def _fill_dspark(data: dict[str, Any]) -> None:
+    """A DSpark recipe's own defaults; a drafter to start from keeps its heads."""
+    draft, loss = data.setdefault("draft", {}), data.setdefault("loss", {})
+    if not isinstance(draft, dict) or not isinstance(loss, dict):
+        return
+    if draft.get("algorithm") != "dspark":
+        return
+    if not draft.get("init_from"):
+        bare = draft.get("markov_rank") == 0 or draft.get("confidence_head") is False
+        heads = {"confidence_head_with_markov": False} if bare else {}
+        _fill(draft, {**DSPARK_DEFAULTS["draft"], **heads})
+    terms = {"confidence": 0.0} if draft.get("confidence_head") is False else {}
+    _fill(loss, {**DSPARK_DEFAULTS["loss"], **terms})
+
+
+def _fill(section: dict[str, Any], defaults: dict[str, Any]) -> None:
+    for key, value in defaults.items():
+        if section.get(key) is None:
+            section[key] = value
+
+
+def _as_number(text: str) -> str | float:
+    """YAML takes 1e-4 for a string; a recipe means the number."""
+    try:
+        return (
+            float(text)
+            if any(c.isdigit() for c in text) and set(text) <= set("0123456789eE+-.")
+            else text
+        )
+    except ValueError:
+        return text
+
+
+def _json(data: Any) -> str:
+    def fix(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): fix(item) for key, item in value.items()}
+        return _as_number(value) if isinstance(value, str) else value
+
+    # YAML knows dates and sets; as text they meet the schema's own message.
+    return json.dumps(fix(data), default=str)
+
+
+def _explain(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_nearest(key)}"
+    if problem["type"] == "missing":
+        return f"missing key {key!r}"
+    message = problem["msg"].removeprefix("Value error, ")
+    named = "." in message.split(" ")[0] or "name" in message  # the message says which key
+    return message if not key or (named and not key.count(".")) else f"{key}: {message}"
+
+
+def _nearest(key: str) -> str:
+    """A hint at the closest key: same last part elsewhere, or the most alike spelling."""
+    keys = known_keys()
+    last = key.rsplit(".", 1)[-1]
+    same = [other for other in keys if other.rsplit(".", 1)[-1] == last]
+    close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(
+        last, [k.rsplit(".", 1)[-1] for k in keys], n=1, cutoff=0.5
+    )
+    return f"; nearest is {close[0]!r}" if close else ""
