@@ -107,7 +107,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a drafter as a recipe says."""
-    from ..recipes.schema import load_recipe
+    from ..recipes.load import load_recipe
 
     resolved = load_recipe(recipe, overrides or [])
     print(resolved.to_yaml(), end="", flush=True)
@@ -192,6 +192,19 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Proposals of ngram.")] = 7,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Verify drafted tokens while their prefix survives with at least this "
+            "probability, says the confidence head of the first drafter; the others verify all.",
+        ),
+    ] = None,
     limit: LimitOption = None,
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
@@ -204,12 +217,14 @@ def evaluate(
     from ..eval.render import markdown
     from ..eval.report import Baseline, write_report
     from ..eval.report import evaluate as run
-    from .inputs import algorithm_of, drafter_name, load_drafter, load_target, read_sources
+    from . import inputs
 
-    asked = read_sources(prompts, "heldout", limit)
-    loaded = load_target(target, dtype)
+    sampling = inputs.sampling(temperature, top_p, top_k, seed)
+    asked = inputs.read_sources(prompts, "heldout", limit)
+    loaded = inputs.load_target(target, dtype)
     baseline: Baseline = {}
-    drafters = [load_drafter(path, loaded, num_draft_tokens) for path in draft]
+    drafters = [inputs.load_drafter(path, loaded, num_draft_tokens) for path in draft]
+    verified = inputs.schedules(draft, drafters, threshold)
     reports = [
         run(
             loaded,
@@ -217,12 +232,15 @@ def evaluate(
             asked,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
-            draft_name=drafter_name(path),
-            algorithm=algorithm_of(path),
+            draft_name=inputs.drafter_name(path),
+            algorithm=inputs.algorithm_of(path),
+            sampling=sampling,
+            schedule=schedule,
+            schedule_name=schedule_name,
             baseline=baseline,
             room=max(each.num_draft_tokens for each in drafters),
         )
-        for path, drafter in zip(draft, drafters, strict=True)
+        for path, drafter, (schedule, schedule_name) in zip(draft, drafters, verified, strict=True)
     ]
     written = write_report(reports[0], out, comparisons=reports[1:])
     if as_json:

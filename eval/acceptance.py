@@ -3,9 +3,9 @@
 Shapes: R requests, K num_draft_tokens.
 
 A round drafts up to K tokens and keeps the leading ones that the target agrees with (num_accepted,
-bonus excluded). Means are sums over sums: over all rounds of all requests, never means of a
-request's means. Intervals come from resampling requests, since the rounds of one answer resemble
-each other.
+bonus excluded). Drafted is what the target verified: tokens that a schedule cut off do not count.
+Means are sums over sums: over all rounds of all requests, never means of a request's means.
+Intervals come from resampling requests, since the rounds of one answer resemble each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rounds:
     """The rounds of one request, in order."""
 
     num_accepted: Sequence[int]  # draft tokens kept, per round
-    num_drafted: Sequence[int]  # draft tokens proposed, per round
+    num_drafted: Sequence[int]  # draft tokens verified, per round
     num_tokens: int  # output tokens
 
 

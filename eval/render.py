@@ -34,8 +34,8 @@ def markdown(report: Report) -> str:
         f"# {report['draft']} on {report['target']}",
         "",
         f"Engine {report['engine']}, algorithm {report['algorithm']}, "
-        f"{report['num_draft_tokens']} draft tokens a "
-        f"round, temperature {report['temperature']:g}, {report['dtype']}, {report['device']} with "
+        f"{report['num_draft_tokens']} draft tokens a round{_verified(report)}, "
+        f"{_sampling(report)}, {report['dtype']}, {report['device']} with "
         f"{report['num_threads']} thread(s), batch size {report['batch_size']}, at most "
         f"{report['max_new_tokens']} new tokens. Acceptance length counts the bonus token; 95 % "
         "intervals by "
@@ -66,6 +66,26 @@ def markdown(report: Report) -> str:
         rows = [[n, *map(_share, group[key])] for n, group in report["groups"].items()]
         lines += ["", f"## {title}", "", *_table(("group", *positions), rows)]
     return "\n".join([*lines, "", "![Acceptance by position](acceptance.png)", ""])
+
+
+def _verified(report: Report) -> str:
+    """Which of the draft tokens the target verified, where not all."""
+    if report["schedule"] is None:
+        return ""
+    group = report["groups"]["all"]
+    mean = group["num_drafted"] / max(1, group["num_rounds"])
+    return f", of which {mean:.2f} verified ({report['schedule']})"
+
+
+def _sampling(report: Report) -> str:
+    parts = [f"temperature {report['temperature']:g}"]
+    if report["temperature"] > 0:
+        if report["top_p"] < 1:
+            parts.append(f"top-p {report['top_p']:g}")
+        if report["top_k"]:
+            parts.append(f"top-k {report['top_k']}")
+        parts.append(f"seed {report['seed']}")
+    return ", ".join(parts)
 
 
 def _row(group: dict[str, Any]) -> list[str]:

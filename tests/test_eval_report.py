@@ -2,19 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spec.data.prompts import Prompt
+from spec.dflash.draft import Choose, Proposal
 from spec.eval.ngram import NgramDrafter
 from spec.eval.render import markdown
 from spec.eval.report import Baseline, evaluate, without_timing, write_report
 from spec.target.model import Target
+from spec.target.sampling import Sampling
 
 GROUP_KEYS = {
     "num_requests",
@@ -116,6 +120,63 @@ def test_several_drafters_share_one_baseline(target: Target) -> None:
     for name in first["groups"]:
         rates = [r["groups"][name]["baseline_tokens_per_second"] for r in (first, second)]
         assert rates[0] == rates[1]
+
+
+class Unsure(NgramDrafter):
+    """Sure of the first token only."""
+
+    def propose(self, slots: Tensor, anchors: Tensor, choose: Choose | None = None) -> Proposal:
+        tokens = super().propose(slots, anchors).tokens
+        sure = torch.tensor([9.0, -9.0, -9.0, -9.0])
+        return Proposal(tokens.clamp_min(3), confidence=sure.expand(tokens.shape))
+
+
+def measured(target: Target, **options: Any) -> dict:
+    return evaluate(
+        target,
+        Unsure(4),
+        prompts(),
+        max_new_tokens=12,
+        batch_size=2,
+        draft_name="unsure",
+        **options,
+    )
+
+
+def test_with_a_schedule_drafted_means_verified(target: Target) -> None:
+    def first_only(confidence: Tensor) -> Tensor:
+        return (confidence > 0).sum(dim=-1)
+
+    everything = measured(target)["groups"]["all"]
+    assert everything["num_drafted"] == 4 * everything["num_rounds"]
+    report = measured(target, schedule=first_only, schedule_name="first only")
+    assert report["schedule"] == "first only"
+    cut = report["groups"]["all"]
+    assert cut["num_drafted"] == cut["num_rounds"] > 0
+    assert cut["equal_to_plain"] == 1.0
+    assert cut["acceptance_rate"] == cut["num_accepted"] / cut["num_drafted"]
+    assert cut["acceptance_length"] == pytest.approx(1 + cut["survival_at"][0])
+    assert cut["survival_at"][1:] == cut["conditional_acceptance_at"][1:] == [None] * 3
+    assert "4 draft tokens a round, of which 1.00 verified (first only), temp" in markdown(report)
+
+
+def test_a_sampled_report_states_how_and_compares_with_sampled_plain_decoding(
+    target: Target,
+) -> None:
+    baseline: Baseline = {}
+    report = measured(target, sampling=Sampling(0.8, 0.9, 20, seed=5), baseline=baseline)
+    said = {key: report[key] for key in ("temperature", "top_p", "top_k", "seed", "schedule")}
+    assert said == {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5, "schedule": None}
+    assert report["groups"]["all"]["equal_to_plain"] is None
+    text = markdown(report)
+    assert "temperature 0.8, top-p 0.9, top-k 20, seed 5, float32" in text
+    greedily: Baseline = {}
+    measured(target, baseline=greedily)
+    assert [d.output_ids for d in baseline["code"].decoded] != [
+        d.output_ids for d in greedily["code"].decoded
+    ]
+    again = measured(target, sampling=Sampling(0.8, 0.9, 20, seed=5))
+    assert without_timing(report) == without_timing(again)
 
 
 def test_files_are_written_and_readable(target: Target, tmp_path: Path) -> None:
