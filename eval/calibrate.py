@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..data.jsonl import atomic_file
@@ -153,6 +154,8 @@ def calibrate(
         "num_draft_tokens": slots,
         "temperature": sampling.temperature,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        "num_threads": torch.get_num_threads(),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "num_skipped": dict(skipped),

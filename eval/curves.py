@@ -65,7 +65,7 @@ def plot_pruning(calibration: dict[str, Any]) -> Figure:
             )
     axes.set_xlabel("tokens a step (bonus token included)")
     axes.set_ylabel("acceptance rate of verified tokens")
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(0, 1.06)
     axes.set_title(
         f"{calibration['draft']} on {calibration['target']}: verified while the predicted\n"
         "survival is at least the threshold beside each point",
@@ -91,11 +91,14 @@ def plot_plan(plan: dict[str, Any]) -> Figure:
             )
             axes.lines[-1].set_color(f"C{i}")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(plan["concurrency"], [str(n) for n in plan["concurrency"]])
+        axes.minorticks_off()
         axes.set_xlabel("concurrent requests")
         axes.set_title(title, fontsize=11)
         axes.legend(fontsize=9)
     # No verified token at all is a choice too: linear near zero, logarithmic above.
     panels[1].set_yscale("symlog", linthresh=1)
+    panels[1].set_ylim(bottom=-0.1)
     figure.suptitle(
         f"{plan['draft']} on {plan['target']}; steps profiled up to "
         f"{plan['max_profiled_tokens']} tokens, longer ones extrapolated",
