@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--drafts", type=int, default=7, help="drafted tokens of each variant")
+    parser.add_argument("--rank", type=int, default=64, help="of DSpark's sequential head")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="key=value for every variant")
     args = parser.parse_intermixed_args()
@@ -148,11 +149,13 @@ def main() -> None:
                 key = {"variant": name, "budget": budget, "seed": seed}
                 if any(key.items() <= r.items() for r in results):
                     continue
-                block = args.drafts + (1 if VARIANTS[name][0] == DFLASH[0] else 0)
+                shape = [f"draft.block_size={args.drafts + 1}"]
+                if VARIANTS[name][0] == DSPARK[0]:
+                    shape = [f"draft.block_size={args.drafts}", f"draft.markov_rank={args.rank}"]
                 bound = [f"train.minutes={budget / 60}", f"train.seed={seed}"]
                 recipe = load_recipe(
                     args.recipe,
-                    [*common, *VARIANTS[name], *bound, f"draft.block_size={block}"],
+                    [*common, *shape, *VARIANTS[name], *bound],
                 )
                 own = Material(
                     material.rows, material.heldout, Preloaded(rows, recipe.teacher), 0.0

@@ -29,6 +29,8 @@ from .attention import Group, block_attention
 from .config import DFlashConfig
 from .files import WEIGHTS, check_tensors, check_values, read_weights
 
+INIT_STD = 0.02
+
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm with a weight, computed in float32 inside."""
@@ -178,6 +180,12 @@ class DFlashDraft(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.fc.weight.device
+
+    def initialize(self) -> None:
+        """Random weights of a drafter that is to be trained from scratch."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INIT_STD)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [..., 1, head_dim] at integer positions [...], computed in float32 and cast

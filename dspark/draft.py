@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dflash.draft import Choose, DFlashDraft, DraftCache, Proposal
 from .config import DSparkConfig
@@ -32,6 +32,16 @@ class DSparkDraft(DFlashDraft):
             MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         )
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+
+    def initialize(self) -> None:
+        """As DFlash; W1 wide and W2 zero, so that the bias starts at nothing and learns fast.
+
+        The bias is their product: with both small, each one's gradient is small as well.
+        """
+        super().initialize()
+        if self.markov_head is not None:
+            nn.init.normal_(self.markov_head.markov_w1.weight)
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     @classmethod
     def load_config(cls, directory: str | Path) -> DSparkConfig:

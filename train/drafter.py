@@ -15,7 +15,6 @@ from ..target.capture import default_layer_ids
 from ..target.inspect import suggest_mask_token
 from ..target.model import Target
 
-INIT_STD = 0.02
 FC_NOISE = 0.1  # share of the random `fc` that stays beside the passed-through feature
 
 
@@ -82,9 +81,7 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         draft = ALGORITHMS[section.algorithm].draft(config)
-        for module in draft.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                torch.nn.init.normal_(module.weight, std=INIT_STD)
+        draft.initialize()
     if section.init == "target":
         copy_from_target(draft, target)
     return draft.to(target.device)
