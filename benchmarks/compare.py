@@ -21,6 +21,7 @@ from spec.data.cache import CacheReader, RowFeatures
 from spec.dflash.loss import expected_row
 from spec.recipes.load import load_recipe
 from spec.recipes.schema import Recipe
+from spec.target.capture import capture
 from spec.target.model import Target
 from spec.target.teacher import Teacher
 from spec.train.drafter import make_config, make_draft
@@ -72,16 +73,18 @@ class Preloaded(CacheReader):
         return RowFeatures(row["context"][:length], teacher)
 
 
-def preload(material: Material, target: Target) -> dict[str, dict[str, torch.Tensor]]:
+def preload(
+    material: Material, target: Target, layer_ids: tuple[int, ...]
+) -> dict[str, dict[str, torch.Tensor]]:
     """Context, last hidden states and expected head rows of every row."""
     head = target_head(target)
     found: dict[str, dict[str, torch.Tensor]] = {}
     for row in material.rows:
-        read = material.cache.read(row.id, len(row.input_ids))
-        assert read.teacher is not None, "the base recipe learns from the last hidden state"
-        last = read.teacher.to(target.dtype)
-        expected = expected_row(last, head).to(last.dtype) * last.any(1, keepdim=True)
-        found[row.id] = {"context": read.context, "last": read.teacher, "expected": expected}
+        features = capture(target, [row.input_ids], layer_ids)[0]
+        teaches = torch.tensor([*row.loss_mask[1:], 0], dtype=torch.bool)
+        last, expected = features.last, torch.zeros_like(features.last)
+        expected[teaches] = expected_row(last[teaches], head).to(last.dtype)
+        found[row.id] = {"context": features.context, "last": last, "expected": expected}
     return found
 
 
@@ -133,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=64, help="of DSpark's sequential head")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="key=value for every variant")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     processes = PartialState(cpu=True)
     path = args.out / "results.jsonl"
@@ -141,8 +144,9 @@ def main() -> None:
     common = [f"out={args.out}", "train.processes=1", "data.features=cache", *args.overrides]
     base = load_recipe(args.recipe, [*common, *DSPARK, f"draft.block_size={args.drafts}"])
     target = open_target(base, args.out, processes)
-    material = gather_material(base, args.out, target, make_config(base.draft, target), processes)
-    rows = preload(material, target)
+    config = make_config(base.draft, target)
+    material = gather_material(base, args.out, target, config, processes)
+    rows = preload(material, target, config.target_layer_ids)
     for budget in args.budget:
         for seed in args.seeds:
             for name in args.variants:
