@@ -83,9 +83,7 @@ def sequence_loss(
     )
 
 
-def _teacher(
-    blocks: Blocks, sequence: PackedSequence, dtype: torch.dtype
-) -> TeacherRows | None:
+def _teacher(blocks: Blocks, sequence: PackedSequence, dtype: torch.dtype) -> TeacherRows | None:
     """The last hidden state before each slot's token, each position once."""
     if sequence.teacher is None:
         return None

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, Qwen3ForCausalLM
 
-from spec.recipes.schema import Recipe, load_recipe
+from spec.recipes.load import load_recipe
+from spec.recipes.schema import Recipe
 from spec.target.model import Target
 from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop
