@@ -160,6 +160,18 @@ def test_a_cached_row_that_is_not_finite_is_recomputed_and_counted(
     assert (good.num_broken, bad.num_broken) == (0, 1)
 
 
+def test_a_row_cached_without_a_teacher_is_recomputed_where_one_is_wanted(
+    target: Target, tmp_path: Path
+) -> None:
+    options = ("data.features=cache", "train.dtype=float32")
+    material_of(recipe_of(target, tmp_path, tmp_path / "run", *options), target)
+    recipe = recipe_of(target, tmp_path, tmp_path / "run", *options, "loss.labels=soft")
+    draft = make_draft(recipe.draft, target, 0)
+    samples = make_run(recipe, target, draft, material_of(recipe, target)).samples
+    teacher = samples[0].sequence.teacher
+    assert teacher is not None and teacher.any()
+
+
 def test_two_runs_in_one_out_are_refused(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
