@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..dflash.draft import Choose, DFlashDraft, DraftCache, Proposal
 from .config import DSparkConfig
@@ -34,14 +34,10 @@ class DSparkDraft(DFlashDraft):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
 
     def initialize(self) -> None:
-        """As DFlash; W1 wide and W2 zero, so that the bias starts at nothing and learns fast.
-
-        The bias is their product: with both small, each one's gradient is small as well.
-        """
+        """As DFlash, and the sequential head as it learns fastest."""
         super().initialize()
         if self.markov_head is not None:
-            nn.init.normal_(self.markov_head.markov_w1.weight)
-            nn.init.zeros_(self.markov_head.markov_w2.weight)
+            self.markov_head.initialize()
 
     @classmethod
     def load_config(cls, directory: str | Path) -> DSparkConfig:

@@ -28,6 +28,15 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
         self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
 
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """W1 wide and W2 zero: the bias starts at nothing and learns fast.
+
+        The bias is their product: with both small, each one's gradient is small as well.
+        """
+        nn.init.normal_(self.markov_w1.weight)
+        nn.init.zeros_(self.markov_w2.weight)
+
     def start(self, like: Tensor) -> Tensor:
         """The state before a block's first slot, [..., r] for hidden states [..., H]."""
         return like.new_zeros(*like.shape[:-1], self.rank)
@@ -59,6 +68,12 @@ class RNNHead(MarkovHead):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Starts as the vanilla head, but for the tanh: the output reads the token before."""
+        super().initialize()
+        self.joint_proj.weight[2 * self.rank :, self.rank : 2 * self.rank] += torch.eye(self.rank)
 
     def step(self, embeds: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return self._advance(self._inputs(embeds, hidden), state)
