@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec.dflash.draft import Choose, Proposal
-from spec.eval.decode import Decoded, NoDrafter, speculate
+from spec.dspark.config import DSparkConfig
+from spec.dspark.draft import DSparkDraft
+from spec.eval.decode import Decoded, NetworkDrafter, NoDrafter, speculate
 from spec.eval.ngram import NgramDrafter
 from spec.target.generate import generate
 from spec.target.model import Target
@@ -125,6 +127,52 @@ def test_three_tokens_are_distributed_as_the_target(
     if "schedule" in case:
         lengths = {d for r in results for d in r.num_drafted}
         assert lengths == ({0, 1, 2, 3} if case["schedule"] is by_confidence else {0})
+
+
+def dspark(target: Target) -> NetworkDrafter:
+    torch.manual_seed(4)
+    config = DSparkConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        block_size=K,
+        target_layer_ids=(0,),
+        num_target_layers=target.num_layers,
+        mask_token_id=VOCABULARY - 1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        markov_rank=4,
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+    )
+    draft = DSparkDraft(config)
+    for weight in draft.parameters():
+        weight.data.add_(torch.randn_like(weight) * 0.5)
+    return NetworkDrafter(draft.eval(), target)
+
+
+def test_a_dspark_network_that_samples_and_is_cut_by_its_confidence(target: Target) -> None:
+    count, prompt = 3000, [3, 1, 4, 3]
+    results = outputs(
+        target,
+        [prompt] * count,
+        drafter=dspark(target),
+        schedule=by_confidence,
+        sampling=WARM,
+        max_new_tokens=3,
+        batch_size=1500,
+    )
+    found = torch.zeros(VOCABULARY, VOCABULARY, VOCABULARY, dtype=torch.float64)
+    for result in results:
+        found[tuple(result.output_ids)] += 1
+    expected = exact(target, prompt, WARM) * count
+    assert chi_square(found.flatten(), expected.flatten()) > 0.01
+    drafted = [d for r in results for d in r.num_drafted]
+    accepted = [a for r in results for a in r.num_accepted]
+    assert len(set(drafted)) > 1 and 0 < sum(accepted) < sum(drafted)
 
 
 def outputs(target: Target, prompts: list[list[int]], **options: Any) -> list[Decoded]:
