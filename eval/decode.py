@@ -34,6 +34,7 @@ from ..target.capture import Capture
 from ..target.generate import check_prompts, prefill
 from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling, choose, distribution, draw, greedy, uniforms
+from .pair import check_pair
 from .rejection import keep_or_replace
 
 NO_TOKEN = -1  # in draft tokens: nothing proposed from here on
@@ -135,21 +136,6 @@ class NoDrafter:
 
     def propose(self, slots: Tensor, anchors: Tensor, choose: Choose | None = None) -> Proposal:
         return Proposal(anchors.new_empty(len(anchors), 0))
-
-
-def check_pair(draft: DFlashDraft, target: Target) -> None:
-    """Raise ValueError unless the drafter was made for a target of this shape."""
-    config = draft.config
-    for what, drafter_has, target_has in (
-        ("vocabulary", config.vocab_size, target.vocab_size),
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("number of target layers", config.num_target_layers, target.num_layers),
-    ):
-        if drafter_has != target_has:
-            raise ValueError(
-                f"the drafter's {what} is {drafter_has}, that of {target.name} is {target_has}; "
-                "evaluate it with the target it was trained for"
-            )
 
 
 @dataclass

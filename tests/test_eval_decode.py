@@ -16,10 +16,10 @@ from spec.eval.decode import (
     Drafter,
     NetworkDrafter,
     NoDrafter,
-    check_pair,
     speculate,
 )
 from spec.eval.ngram import NgramDrafter
+from spec.eval.pair import check_pair
 from spec.target.capture import capture
 from spec.target.generate import generate
 from spec.target.model import Target

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
-from ..eval.decode import check_pair
+from ..eval.pair import check_pair
 from ..recipes.algorithms import ALGORITHMS, algorithm_of, load_draft
 from ..recipes.schema import DraftSection
 from ..target.capture import default_layer_ids
