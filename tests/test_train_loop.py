@@ -7,94 +7,30 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate import PartialState
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from toy_run import STEPS, final_state, made_run, recipe_of, worker, write_data, write_target
 
-from spec.recipes.load import load_recipe
-from spec.recipes.schema import Recipe
-from spec.target.model import Target
-from spec.target.tiny import tiny_config, tiny_tokenizer
 from spec.train import loop
-from spec.train.drafter import make_draft
 from spec.train.loop import train
-from spec.train.material import gather_material
-from spec.train.step import Run, make_run, train_step
+from spec.train.step import Run, train_step
 
-STEPS = 6
+DSPARK = ("draft.algorithm=dspark", "draft.markov_rank=8")
 
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random target; what it says does not matter here."""
-    path = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(tiny_config())
-    tokenizer = tiny_tokenizer()
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of uneven length with uneven numbers of labels, and two held-out prompts."""
-    folder = tmp_path_factory.mktemp("data")
-    draw = random.Random(1)
-    with (folder / "rows.jsonl").open("w") as file:
-        for i in range(24):
-            prompt, answer = draw.randrange(3, 20), draw.randrange(2, 30)
-            ids = [draw.randrange(32, 127) for _ in range(prompt + answer)]
-            file.write(
-                json.dumps({"id": f"r{i}", "prompt_ids": ids[:prompt], "output_ids": ids[prompt:]})
-                + "\n"
-            )
-    with (folder / "heldout.jsonl").open("w") as file:
-        for text in ("write a", "write b"):
-            file.write(json.dumps({"turns": [text]}) + "\n")
-    return folder
-
-
-def recipe_of(target_dir: Path, data: Path, out: Path, *overrides: str) -> Recipe:
-    path = out.with_suffix(".yaml")
-    content: dict[str, Any] = {
-        "out": str(out),
-        "target": {"path": str(target_dir), "dtype": "float32"},
-        "data": {"rows": [str(data / "rows.jsonl")], "heldout": [str(data / "heldout.jsonl")]},
-        "draft": {"num_layers": 1, "block_size": 4, "num_features": 2},
-        "train": {
-            "steps": STEPS,
-            "seq_length": 64,
-            "num_anchors": 8,
-            "batch_size": 4,
-            "dtype": "float32",
-            "save_every": 3,
-            "eval_every": 3,
-            "log_every": 1,
-        },
-        "eval": {"prompts": 2, "final_prompts": 2, "max_new_tokens": 6, "baselines": False},
-    }
-    path.write_text(yaml.safe_dump(content))
-    return load_recipe(path, list(overrides))
-
-
-def final_state(out: Path) -> dict[str, Tensor]:
-    folder = out / "checkpoints" / f"step-{STEPS:08d}"
-    weights = load_file(folder / "masters.safetensors")
-    return weights | load_file(folder / "optimizer.safetensors")
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 def assert_same_end(a: Path, b: Path) -> None:
@@ -111,14 +47,6 @@ def assert_same_end(a: Path, b: Path) -> None:
     ]
     assert lines[0] == lines[1]
     assert len(lines[0]) == STEPS + 2  # a line a step and one a measurement
-
-
-def made_run(recipe: Recipe, out: Path) -> Run:
-    processes = PartialState(cpu=True)
-    target = Target.load(recipe.target.path or "")
-    draft = make_draft(recipe.draft, target, recipe.train.seed)
-    material = gather_material(recipe, out, target, draft.config, processes)
-    return make_run(recipe, target, draft, material)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -149,14 +77,16 @@ def test_six_steps_equal_three_a_stop_and_three(
     assert_same_end(whole, cut)
 
 
+@pytest.mark.parametrize("algorithm", [(), DSPARK, (*DSPARK, "loss.weighting=dpace")])
 def test_the_update_does_not_depend_on_packing_or_accumulation(
-    target_dir: Path, data: Path, tmp_path: Path
+    target_dir: Path, data: Path, tmp_path: Path, algorithm: tuple[str, ...]
 ) -> None:
     """All rows and all their anchors in one step: as one packed sequence, or as many."""
     gradients = []
     for i, (seq_length, batch) in enumerate([(2000, 1), (64, 0), (100, 0)]):
         out = tmp_path / str(i)
         options = [f"train.seq_length={seq_length}", "train.num_anchors=100000", "train.clip=1e9"]
+        options += algorithm
         run = made_run(recipe_of(target_dir, data, out, *options), out)
         packs = len(run.samples.packs)
         assert batch == 0 or packs == batch
@@ -277,8 +207,13 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(
     }
 
 
+@pytest.mark.parametrize("teacher", [("loss.labels=soft",), DSPARK])
 def test_cached_features_are_used_and_say_what_capture_says(
-    target_dir: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target_dir: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    teacher: tuple[str, ...],
 ) -> None:
     options = (
         "data.rows=[]",
@@ -286,7 +221,7 @@ def test_cached_features_are_used_and_say_what_capture_says(
         "data.max_prompts=6",
         "data.max_new_tokens=12",
     )
-    options += ("loss.labels=soft", "loss.sampled_rows=50", "train.seq_length=300")
+    options += (*teacher, "loss.sampled_rows=50", "train.seq_length=300")
     runs = {}
     for features in ("cache", "recompute"):
         out = tmp_path / features
@@ -327,23 +262,6 @@ def test_the_mask_token_must_be_free(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         train(recipe_of(target_dir, data, tmp_path / "run", f"draft.mask_token_id={token}"))
-
-
-def worker(recipe: Recipe) -> subprocess.Popen[bytes]:
-    """`spec train` as a user runs it."""
-    path = Path(recipe.out).with_suffix(".resolved.yaml")
-    path.write_text(recipe.to_yaml())
-    command = [
-        sys.executable,
-        "-c",
-        "from spec.cli.main import main; main()",
-        "train",
-        "--recipe",
-        str(path),
-    ]
-    return subprocess.Popen(
-        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
 
 
 @pytest.mark.slow
