@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors.torch import load_file, save_file
 
 from spec.data.cache import CacheReader, RowFeatures
+from spec.data.rows import Row
 from spec.dflash.loss import expected_row
 from spec.recipes.load import load_recipe
 from spec.recipes.schema import Recipe
@@ -74,17 +76,26 @@ class Preloaded(CacheReader):
 
 
 def preload(
-    material: Material, target: Target, layer_ids: tuple[int, ...]
+    rows: list[Row], target: Target, layer_ids: tuple[int, ...], path: Path
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Context, last hidden states and expected head rows of every row."""
+    """Context, last hidden states and expected head rows of every row; kept in a file."""
     head = target_head(target)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for row in material.rows:
+    if path.exists():
+        for name, value in load_file(path).items():
+            row_id, kind = name.rsplit("|", 1)
+            found.setdefault(row_id, {})[kind] = value
+        return found
+    for row in rows:
         features = capture(target, [row.input_ids], layer_ids)[0]
         teaches = torch.tensor([*row.loss_mask[1:], 0], dtype=torch.bool)
         last, expected = features.last, torch.zeros_like(features.last)
         expected[teaches] = expected_row(last[teaches], head).to(last.dtype)
         found[row.id] = {"context": features.context, "last": last, "expected": expected}
+    save_file(
+        {f"{row}|{kind}": value for row, kinds in found.items() for kind, value in kinds.items()},
+        path,
+    )
     return found
 
 
@@ -133,6 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--drafts", type=int, default=7, help="drafted tokens of each variant")
+    parser.add_argument("--rows", type=int, help="train on the first so many answers")
     parser.add_argument("--rank", type=int, default=64, help="of DSpark's sequential head")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="key=value for every variant")
@@ -146,7 +158,8 @@ def main() -> None:
     target = open_target(base, args.out, processes)
     config = make_config(base.draft, target)
     material = gather_material(base, args.out, target, config, processes)
-    rows = preload(material, target, config.target_layer_ids)
+    chosen = material.rows[: args.rows]
+    features = preload(chosen, target, config.target_layer_ids, args.out / "features.safetensors")
     for budget in args.budget:
         for seed in args.seeds:
             for name in args.variants:
@@ -161,9 +174,8 @@ def main() -> None:
                     args.recipe,
                     [*common, *shape, *VARIANTS[name], *bound],
                 )
-                own = Material(
-                    material.rows, material.heldout, Preloaded(rows, recipe.teacher), 0.0
-                )
+                cache = Preloaded(features, recipe.teacher)
+                own = Material(chosen, material.heldout, cache, 0.0)
                 result = {**key, **train_for(recipe, target, own, processes)}
                 with path.open("a") as file:
                     file.write(json.dumps(result) + "\n")
