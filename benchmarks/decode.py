@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft
-from spec.eval.decode import Batch, Drafter, NetworkDrafter, commit, propose, speculate, verify
+from spec.eval.decode import Batch, commit, propose, speculate, verify
+from spec.eval.drafter import Drafter, NetworkDrafter
 from spec.target.capture import Capture, default_layer_ids
 from spec.target.model import Target
 

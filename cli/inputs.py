@@ -9,7 +9,7 @@ from ..data.stdlib import Split
 from ..dspark.calibration import STS, read_sts
 from ..dspark.draft import DSparkDraft
 from ..dspark.schedule import Schedule, static_threshold
-from ..eval.decode import Drafter, NetworkDrafter
+from ..eval.drafter import Drafter, NetworkDrafter
 from ..eval.ngram import NgramDrafter
 from ..recipes import algorithms
 from ..target.files import target_revision
@@ -110,8 +110,3 @@ def drafter_name(path: str) -> str:
     folder = Path(path).resolve()
     # A run's drafter is always called `draft`: the run says more.
     return f"{folder.parent.name}/{folder.name}" if folder.name == "draft" else folder.name
-
-
-def algorithm_of(path: str) -> str:
-    """The report's `algorithm`."""
-    return NGRAM if path == NGRAM else algorithms.algorithm_of(path)

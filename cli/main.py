@@ -233,7 +233,6 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             draft_name=inputs.drafter_name(path),
-            algorithm=inputs.algorithm_of(path),
             sampling=sampling,
             schedule=schedule,
             schedule_name=schedule_name,

@@ -23,7 +23,8 @@ from ..data.prompts import Prompt
 from ..dspark.calibration import STS, auc, check_rounds, ece, fit_sts, reliability, survival
 from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling
-from .decode import Decoded, Drafter, speculate
+from .decode import Decoded, speculate
+from .drafter import Drafter
 from .plan import MAX_ROUNDS, pruning_curve, write_json
 from .report import encode_groups, progress_bar
 

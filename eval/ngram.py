@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..dflash.draft import Choose, Proposal
-from .decode import NO_TOKEN
+from .drafter import NO_TOKEN
 
 
 class NgramDrafter:
@@ -17,6 +17,7 @@ class NgramDrafter:
     Where not even the last token occurred before, or the text ends, it drafts fewer tokens or none.
     """
 
+    algorithm = "ngram"
     target_layer_ids = None
 
     def __init__(self, num_draft_tokens: int, *, max_n: int = 3) -> None:

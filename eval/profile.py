@@ -22,7 +22,8 @@ from torch import Tensor
 from ..dspark.schedule import SPS, CostTable
 from ..target.generate import max_positions
 from ..target.model import Target
-from .decode import Drafter, speculate
+from .decode import speculate
+from .drafter import Drafter
 from .plan import write_json
 
 WARM_STEPS = 2

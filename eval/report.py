@@ -30,7 +30,8 @@ from ..target.generate import max_positions
 from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling
 from .acceptance import Rounds, measure
-from .decode import Decoded, Drafter, NoDrafter, speculate
+from .decode import Decoded, speculate
+from .drafter import Drafter, NoDrafter
 
 SCHEMA = 1
 ENGINE = "spec"
@@ -65,7 +66,6 @@ def evaluate(
     max_new_tokens: int,
     batch_size: int,
     draft_name: str,
-    algorithm: str = "dflash",
     sampling: Sampling = GREEDY,
     schedule: Schedule | None = None,
     schedule_name: str | None = None,
@@ -115,7 +115,7 @@ def evaluate(
         "target": target.name,
         "draft": draft_name,
         "engine": ENGINE,
-        "algorithm": algorithm,
+        "algorithm": drafter.algorithm,
         "num_draft_tokens": drafter.num_draft_tokens,
         "temperature": float(sampling.temperature),
         "top_p": sampling.top_p,

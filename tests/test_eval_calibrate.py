@@ -74,6 +74,7 @@ def prompts(num: int, seed: int = 0) -> list[Prompt]:
 class Boaster:
     """Knows the target's answers, spoils slots by chance, and is FACTOR times too sure of them."""
 
+    algorithm = "boaster"
     target_layer_ids: tuple[int, ...] | None = None
     num_draft_tokens = SLOTS
 

@@ -10,14 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import Choose, DFlashDraft, Proposal
-from spec.eval.decode import (
-    NO_TOKEN,
-    Decoded,
-    Drafter,
-    NetworkDrafter,
-    NoDrafter,
-    speculate,
-)
+from spec.eval.decode import Decoded, speculate
+from spec.eval.drafter import NO_TOKEN, Drafter, NetworkDrafter, NoDrafter
 from spec.eval.ngram import NgramDrafter
 from spec.eval.pair import check_pair
 from spec.target.capture import capture
@@ -72,6 +66,8 @@ class Scripted:
     Also checks what it is told: the observed tokens are the prompt and the answer so far, each
     once.
     """
+
+    algorithm = "scripted"
 
     target_layer_ids: tuple[int, ...] | None = None
 

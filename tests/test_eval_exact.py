@@ -11,7 +11,8 @@ import torch
 
 from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft
-from spec.eval.decode import Decoded, Drafter, NetworkDrafter, NoDrafter, speculate
+from spec.eval.decode import Decoded, speculate
+from spec.eval.drafter import Drafter, NetworkDrafter, NoDrafter
 from spec.eval.ngram import NgramDrafter
 from spec.target.capture import default_layer_ids
 from spec.target.generate import generate

@@ -78,7 +78,6 @@ def report_of(target: Target, baseline: Baseline | None = None) -> dict:
         max_new_tokens=12,
         batch_size=2,
         draft_name="n-gram",
-        algorithm="ngram",
         baseline=baseline,
     )
 

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spec.dflash.draft import Choose, Proposal
 from spec.dspark.config import DSparkConfig
 from spec.dspark.draft import DSparkDraft
-from spec.eval.decode import Decoded, NetworkDrafter, NoDrafter, speculate
+from spec.eval.decode import Decoded, speculate
+from spec.eval.drafter import NetworkDrafter, NoDrafter
 from spec.eval.ngram import NgramDrafter
 from spec.target.generate import generate
 from spec.target.model import Target

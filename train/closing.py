@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.jsonl import atomic_file
-from ..eval.decode import NetworkDrafter
+from ..eval.drafter import NetworkDrafter
 from ..eval.ngram import NgramDrafter
 from ..eval.report import Baseline, evaluate, write_report
 from ..recipes.algorithms import load_draft
@@ -33,10 +33,7 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
         "baseline": baseline,
     }
     trained = NetworkDrafter(load_draft(out / "draft", dtype=dtype, device=target.device), target)
-    algorithm = recipe.draft.algorithm
-    report = evaluate(
-        target, trained, prompts, draft_name="trained", algorithm=algorithm, **options
-    )
+    report = evaluate(target, trained, prompts, draft_name="trained", **options)
     comparisons = []
     if section.baselines:
         fresh = make_draft(recipe.draft, target, recipe.train.seed).to(dtype).eval()
@@ -46,7 +43,6 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
                 NetworkDrafter(fresh, target),
                 prompts,
                 draft_name="before training" if recipe.draft.init_from else "untrained",
-                algorithm=algorithm,
                 **options,
             ),
             evaluate(
@@ -54,7 +50,6 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
                 NgramDrafter(trained.num_draft_tokens),
                 prompts,
                 draft_name="ngram",
-                algorithm="ngram",
                 **options,
             ),
         ]

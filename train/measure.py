@@ -17,7 +17,8 @@ from ..data.prompts import Prompt, encode_prompt
 from ..dflash.draft import DFlashDraft
 from ..eval.acceptance import Rounds
 from ..eval.acceptance import measure as measure_rounds
-from ..eval.decode import NetworkDrafter, speculate
+from ..eval.decode import speculate
+from ..eval.drafter import NetworkDrafter
 from ..recipes.schema import EvalSection, Recipe
 from ..target.files import target_revision
 from ..target.model import Target
