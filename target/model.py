@@ -37,6 +37,10 @@ from .logits import head_logits, logit_scale, logit_softcap
 from .saving import quiet_progress, refusal
 
 REFUSALS = (ValueError, KeyError, OSError, ImportError, RuntimeError, SafetensorError)
+NO_TEACHER = (
+    "train on its tokens alone (loss.labels=hard; a dspark drafter with loss.l1=0, loss.renyi=0 "
+    "and draft.confidence_head=false, too)"
+)
 LAYER_LISTS = ("layers", "h", "blocks")
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f")
 RECURRENT_KINDS = ("linear", "mamba", "recurrent", "conv", "rwkv", "ssm", "delta", "lightning")
@@ -271,7 +275,7 @@ class Target:
         if len(seen) != 1:
             raise ValueError(
                 f"{self.name}: the final norm ran {len(seen)} times in one forward pass, "
-                "expected 1; train with hard labels"
+                f"expected 1; {NO_TEACHER}"
             )
         difference = (self.logits(seen[0]).float() - expected).abs().max().item()
         tolerance = 1e-4 if self.dtype == torch.float32 else 2e-2
@@ -280,7 +284,7 @@ class Target:
             raise ValueError(
                 f"{self.name}: logits from the captured hidden state differ from the target's by "
                 f"{difference:.3g}, expected at most {allowed:.3g}; its head does something this "
-                "toolkit does not know: train with hard labels"
+                f"toolkit does not know: {NO_TEACHER}"
             )
         return difference
 
