@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, show
+from . import calibrate, export, show
 from .options import DtypeOption, JsonOption, LimitOption, PromptsOption, TargetOption
 
 app = typer.Typer(
@@ -251,3 +251,6 @@ def evaluate(
 
 app.command(epilog=calibrate.EXAMPLE)(calibrate.calibrate)
 app.add_typer(calibrate.plan, name="plan")
+app.command(epilog=export.CHECK_EXAMPLE)(export.check)
+app.command(epilog=export.EXPORT_EXAMPLE)(export.export)
+app.command("import", epilog=export.IMPORT_EXAMPLE)(export.import_)

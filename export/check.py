@@ -1,0 +1,191 @@
+"""`spec check`: what a drafter directory is, and what would go wrong with it on which engine."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..dflash.config import read_config
+from ..dspark.calibration import STS
+from ..dspark.config import HEAD_KEYS, DSparkConfig
+from ..target.tensors import Stored, stored_tensors
+from .check_config import check_config
+from .check_target import check_target
+from .check_weights import EIGHT_BITS, broken_tensors, check_weights
+from .findings import READERS, Engine, Finding, Subject, defect
+from .layouts import detect, parts_of, read_native
+
+SLOTS = {
+    False: "slot 0 (the anchor) drafts nothing, slot j the token at anchor + j",
+    True: "slot j drafts the token at anchor + j + 1, the anchor's slot 0 too",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `spec check` prints."""
+
+    facts: dict[str, Any]
+    findings: list[Finding]
+
+    @property
+    def has_defect(self) -> bool:
+        return any(finding.severity == "defect" for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.facts, "findings": [asdict(finding) for finding in self.findings]}
+
+
+def check(directory: str | Path, *, target: str | None = None, engine: Engine = "sglang") -> Report:
+    """Examine a drafter directory for an engine, with `target` also against that model.
+
+    Raises ValueError or FileNotFoundError where there is no drafter to read at all.
+    """
+    subject = look_at(Path(directory))
+    findings = [*check_config(subject), *check_weights(subject), *_sts(subject)]
+    findings += _unreadable(subject, findings)
+    if target is not None:
+        findings += check_target(subject, target)
+    asked = READERS[engine]
+    told = [each for each in findings if each.engine in ("all", "spec", asked)]
+    order = ("defect", "warning", "note")
+    return Report(facts_of(subject, engine), sorted(told, key=lambda f: order.index(f.severity)))
+
+
+def look_at(directory: Path) -> Subject:
+    """Read config.json and every tensor once. Raises as `check`."""
+    data, where = read_config(directory), str(directory / "config.json")
+    layout = detect(data, where=where)
+    native = data
+    if layout.name == "vllm":
+        try:
+            native = layout.to_native(data, where)
+        except ValueError:  # told by _unreadable
+            backbone = data.get("transformer_layer_config")
+            native = {**(backbone if isinstance(backbone, dict) else {}), **data}
+    nested = native.get("dflash_config")
+    own = {**native, **(nested if isinstance(nested, dict) else {})}
+    try:
+        tensors = stored_tensors(directory)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{directory}: the safetensors index or a header is not one ({error!r}); copy it again"
+        ) from None
+    if not tensors:
+        raise FileNotFoundError(f"no drafter weights at {directory}: no *.safetensors with tensors")
+    broken = broken_tensors(directory, tensors)
+    return Subject(directory, data, own, layout, labelled_dspark(data), tensors, broken)
+
+
+def labelled_dspark(data: dict[str, Any]) -> bool:
+    """Whether a config.json that `detect` knows says that it is DSpark's."""
+    if kind := data.get("speculators_model_type"):
+        return kind == "dspark"
+    parts = parts_of(data["architectures"])
+    return parts is not None and parts.config is DSparkConfig
+
+
+def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
+    """What keeps `spec` from reading the config, where no finding has explained it."""
+    if any(each.severity == "defect" and each.engine in ("all", "spec") for each in findings):
+        return []
+    try:
+        read_native(s.layout.to_native(s.data, "config.json"), "config.json")
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        # A number of target layers that is not stated has its own, milder finding.
+        if s.own.get("num_target_layers") is None and "lacks num_target_layers;" in str(error):
+            return []
+        return [defect(str(error), "correct config.json", "spec")]
+    return []
+
+
+def _sts(s: Subject) -> list[Finding]:
+    """Calibrated temperatures must be one a drafted token."""
+    path, block = s.directory / STS, s.whole("block_size")
+    if not path.is_file() or not s.is_dspark or block is None:
+        return []
+    try:
+        found = len(json.loads(path.read_text())["temperatures"])
+    except (ValueError, KeyError, TypeError):
+        return [defect("sts.json holds no temperatures", "spec calibrate writes a new one")]
+    if found == block:
+        return []
+    return [
+        defect(
+            f"sts.json has {found} temperatures, the drafter drafts {block} tokens",
+            "spec calibrate writes a new one",
+        )
+    ]
+
+
+def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
+    """What the directory is, by its own words."""
+    block, ids = s.whole("block_size"), s.layer_ids
+    drafts = None if block is None else block - (0 if s.is_dspark else 1)
+    quantized = s.data.get("quantization_config")
+    dtypes: dict[str, int] = {}
+    for stored in s.tensors.values():
+        dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.num_bytes
+    return {
+        "name": s.directory.resolve().name,
+        "layout": f"{s.layout.name} ({s.layout.title})",
+        "algorithm": "dspark" if s.is_dspark else "dflash",
+        "slots": SLOTS[s.is_dspark],
+        "target_layer_ids": ids,
+        "layer_numbering": "from 0, the output of decoder layer k"
+        + (
+            f"; the file counts one higher: {[k + 1 for k in ids or []]}"
+            * (s.layout.name == "vllm")
+        ),
+        "num_target_layers": s.own.get("num_target_layers"),
+        "block_size": block,
+        "num_draft_tokens": drafts,
+        "mask_token_id": s.own.get("mask_token_id"),
+        "heads": {key: s.own.get(key) for key in HEAD_KEYS} if s.is_dspark else None,
+        "rope": s.own.get("rope_parameters") or _flat_rope(s),
+        "attention": _attention(s),
+        "draft_layers": s.own.get("num_hidden_layers"),
+        "hidden_size": s.own.get("hidden_size"),
+        "vocab_size": s.own.get("vocab_size"),
+        "dtype": s.data.get("dtype", s.data.get("torch_dtype")),
+        "stored_bytes": dtypes,
+        "parameters": _parameters(s.tensors),
+        "quantization": (quantized or {}).get("quant_method", "unnamed") if quantized else None,
+        "checked_for": READERS[engine],
+        "engine_options": _options(s, engine, drafts),
+    }
+
+
+def _flat_rope(s: Subject) -> dict[str, Any]:
+    scaling = s.own.get("rope_scaling")
+    return {
+        "rope_theta": s.own.get("rope_theta"),
+        **(scaling if isinstance(scaling, dict) else {}),
+    }
+
+
+def _attention(s: Subject) -> str:
+    kinds = s.own.get("layer_types") or ["full_attention"]
+    causal = s.own.get("is_causal")
+    within = {None: "is_causal not stated", True: "causal", False: "bidirectional"}
+    names = sorted(set(map(str, kinds))) if isinstance(kinds, list) else [str(kinds)]
+    return f"{', '.join(names)}, {within.get(causal, 'is_causal unreadable')} in the block"
+
+
+def _parameters(tensors: dict[str, Stored]) -> int:
+    return sum(stored.numel for stored in tensors.values())
+
+
+def _options(s: Subject, engine: Engine, drafts: int | None) -> str | None:
+    """How the engine's command line counts the same block; None where it does not load this."""
+    if drafts is None or (s.layout.name == "vllm") != (engine == "vllm"):
+        return None
+    if engine == "vllm":
+        return f"num_speculative_tokens {drafts}"
+    if engine != "sglang":
+        return None
+    algorithm = "DSPARK" if s.is_dspark else "DFLASH"
+    options = f"--speculative-algorithm {algorithm} --speculative-num-draft-tokens {drafts + 1}"
+    # Without this one a drafter takes over the target's quantization.
+    unquantized = not any(stored.dtype in EIGHT_BITS for stored in s.tensors.values())
+    return options + (" --speculative-draft-model-quantization unquant" if unquantized else "")
