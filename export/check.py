@@ -42,8 +42,11 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
     Raises ValueError or FileNotFoundError where there is no drafter to read at all.
     """
     subject = look_at(Path(directory))
-    findings = [*check_config(subject), *check_weights(subject), *_sts(subject)]
-    findings += _unreadable(subject, findings)
+    if subject.refusal is not None:
+        findings = [defect(subject.refusal, "convert it where it was made, or train one anew")]
+    else:
+        findings = [*check_config(subject), *check_weights(subject), *_sts(subject)]
+        findings += _unreadable(subject, findings)
     if target is not None:
         findings += check_target(subject, target)
     asked = READERS[engine]
@@ -56,13 +59,11 @@ def look_at(directory: Path) -> Subject:
     """Read config.json and every tensor once. Raises as `check`."""
     data, where = read_config(directory), str(directory / "config.json")
     layout = detect(data, where=where)
-    native = data
-    if layout.name == "vllm":
-        try:
-            native = layout.to_native(data, where)
-        except ValueError:  # told by _unreadable
-            backbone = data.get("transformer_layer_config")
-            native = {**(backbone if isinstance(backbone, dict) else {}), **data}
+    native, refusal = data, None
+    try:
+        native = layout.to_native(data, "config.json")
+    except ValueError as error:
+        refusal = str(error)
     nested = native.get("dflash_config")
     own = {**native, **(nested if isinstance(nested, dict) else {})}
     try:
@@ -74,7 +75,7 @@ def look_at(directory: Path) -> Subject:
     if not tensors:
         raise FileNotFoundError(f"no drafter weights at {directory}: no *.safetensors with tensors")
     broken = broken_tensors(directory, tensors)
-    return Subject(directory, data, own, layout, labelled_dspark(data), tensors, broken)
+    return Subject(directory, data, own, layout, labelled_dspark(data), tensors, broken, refusal)
 
 
 def labelled_dspark(data: dict[str, Any]) -> bool:

@@ -45,7 +45,7 @@ class Given:
         Raises ValueError where something is still missing, or was given as another value.
         """
         nested = native.get("dflash_config")
-        nested = nested if isinstance(nested, dict) else {}
+        nested = dict(nested) if isinstance(nested, dict) else {}
         filled, missing = dict(native), []
         for field in fields(self):
             value, option = getattr(self, field.name), OPTIONS[field.name]
@@ -53,9 +53,8 @@ class Given:
             if found is None and value is None:
                 missing.append((field.name, option))
             elif found is None:
-                filled["dflash_config" if field.name in nested else field.name] = (
-                    {**nested, field.name: value} if field.name in nested else value
-                )
+                # A null inside dflash_config would win over the top level.
+                (nested if field.name in nested else filled)[field.name] = value
             elif value is not None and found != value:
                 raise ValueError(
                     f"{where}: {field.name} is {found}, {option} says {value}; leave the option "
@@ -66,7 +65,7 @@ class Given:
             raise ValueError(
                 f"{where} leaves out {names}: give {options} as it was trained; nothing is guessed"
             )
-        return filled
+        return {**filled, "dflash_config": nested} if nested else filled
 
 
 OPTIONS = {

@@ -42,6 +42,7 @@ class Subject:
     labelled_dspark: bool  # by its architectures
     tensors: dict[str, Stored] = field(default_factory=dict)  # by the name in the file
     broken: tuple[str, ...] = ()  # names of tensors with NaN or infinity
+    refusal: str | None = None  # why config.json has no native form; then `own` says little
 
     @property
     def is_dspark(self) -> bool:
