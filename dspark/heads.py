@@ -37,6 +37,19 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight)
         nn.init.zeros_(self.markov_w2.weight)
 
+    @torch.no_grad()
+    def describe_tokens(self, embedding: Tensor) -> None:
+        """Start W1 from the target's embedding [V, H]: its principal directions, unit variance.
+
+        Tokens that are alike to the target then begin with alike biases, those that are rare in the
+        data as well.
+        """
+        centred = embedding.float() - embedding.float().mean(0)
+        directions = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, : self.rank]
+        rows = centred @ directions
+        width = rows.shape[1]  # a rank above the embedding's width leaves the rest random
+        self.markov_w1.weight[:, :width] = rows / rows.std(0).clamp_min(1e-6)
+
     def start(self, like: Tensor) -> Tensor:
         """The state before a block's first slot, [..., r] for hidden states [..., H]."""
         return like.new_zeros(*like.shape[:-1], self.rank)

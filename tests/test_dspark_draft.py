@@ -279,3 +279,26 @@ def test_deepspecs_layout(rank: int, tmp_path: Path) -> None:
     assert again.carried.keys() == carried.keys()
     for name, value in draft.state_dict().items():
         assert torch.equal(again.state_dict()[name], value)
+
+
+def test_alike_tokens_start_with_alike_markov_embeddings() -> None:
+    head = make(markov_rank=16).markov_head
+    assert head is not None
+    g = torch.Generator().manual_seed(3)
+    embedding = torch.randn(64, 16, generator=g)
+    embedding[7] = embedding[9] + 0.01 * torch.randn(16, generator=g)
+    head.describe_tokens(embedding)
+    w1 = head.markov_w1.weight.detach()
+    torch.testing.assert_close(w1.std(0), torch.ones(16))
+    distances = (w1 - w1[9]).norm(dim=1)
+    assert distances.argsort()[1] == 7
+    assert distances[7] < 0.1 * distances.median()
+
+
+def test_a_rank_above_the_embeddings_width_keeps_random_columns() -> None:
+    head = make(markov_rank=40).markov_head
+    assert head is not None
+    before = head.markov_w1.weight.detach().clone()
+    head.describe_tokens(torch.randn(64, 32))
+    assert torch.equal(head.markov_w1.weight[:, 32:], before[:, 32:])
+    assert not torch.equal(head.markov_w1.weight[:, :32], before[:, :32])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..dflash.config import DFlashConfig
 from ..dflash.draft import DFlashDraft, copy_layers
+from ..dspark.draft import DSparkDraft
 from ..eval.pair import check_pair
 from ..recipes.algorithms import ALGORITHMS, algorithm_of, load_draft
 from ..recipes.schema import DraftSection
@@ -105,6 +106,8 @@ def copy_from_target(draft: DFlashDraft, target: Target) -> None:
             f"draft.init=target: no layer of {target.name} has a drafter layer's shapes; use "
             "init=random"
         )
+    if isinstance(draft, DSparkDraft) and draft.markov_head is not None:
+        draft.markov_head.describe_tokens(target.embedding)
     draft.norm.weight.copy_(norm_weight(target.final_norm, target.hidden_size))
     size = draft.config.hidden_size
     draft.fc.weight.mul_(FC_NOISE)
