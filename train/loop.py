@@ -72,6 +72,7 @@ def _run(recipe: Recipe, processes: PartialState, *, resume: bool) -> Path:
     draft = make_draft(recipe.draft, target, recipe.train.seed)
     material = gather_material(recipe, out, target, draft.config, processes)
     run = make_run(recipe, target, draft, material)
+    run.masters.share(processes)
     if newest is not None:
         run.state = load_checkpoint(newest, run.masters, run.optimizers)
     progress = None

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 TOKEN_TABLES = ("markov_head.markov_w", "confidence_head.")
@@ -43,6 +45,14 @@ class Masters:
                 assert master.grad is not None
                 master.grad.add_(param.grad)
                 param.grad = None
+
+    @torch.no_grad()
+    def share(self, processes: PartialState) -> None:
+        """Every process starts from the main one's weights, whatever its own arithmetic gave."""
+        if processes.num_processes > 1:
+            for master in self.masters:
+                broadcast(master.data, from_process=0)
+            self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
