@@ -90,7 +90,7 @@ TARGETS = {"embed_tokens.weight": torch.zeros(64, 32)}
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 
 # (drafter, how it is broken, what the defect says, what its cure says)
-BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
+BROKEN: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "q_norm missing": (
         "dflash",
         lambda d: rewrite(d, without(Q_NORM)),
@@ -189,13 +189,13 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "no block_size": (
         "dflash",
-        lambda d: (edit(d, block_size=None), nested(d, block_size=None))[0],
+        lambda d: (edit(d, block_size=None), nested(d, block_size=None)),
         "no block_size: SGLang and z-lab take 16",
         "--block-size",
     ),
     "a block of one": (
         "dflash",
-        lambda d: (edit(d, block_size=1), nested(d, block_size=1))[0],
+        lambda d: (edit(d, block_size=1), nested(d, block_size=1)),
         "block_size is 1, expected a whole number of 2 or more",
         "trained with",
     ),
@@ -286,7 +286,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "one scale missing": (
         "dflash",
-        lambda d: (rewrite(d, as_fp8), edit(d, **FP8))[0],
+        lambda d: (rewrite(d, as_fp8), edit(d, **FP8)),
         "quantization_config without scales for layers.0.mlp.up_proj.weight",
         "quantize it again",
     ),
@@ -334,7 +334,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "temperatures of another block": (
         "dspark",
-        lambda d: (d / "sts.json").write_text('{"temperatures": [1.0, 1.0]}') and None,
+        lambda d: (d / "sts.json").write_text('{"temperatures": [1.0, 1.0]}'),
         "sts.json has 2 temperatures, the drafter drafts 4 tokens",
         "spec calibrate",
     ),
