@@ -12,7 +12,19 @@ from typer.testing import CliRunner
 from spec.cli import main as cli
 from spec.cli import show
 
-VERBS = ["calibrate", "eval", "inspect", "plan", "prepare", "recipes", "regenerate", "train"]
+VERBS = [
+    "calibrate",
+    "check",
+    "eval",
+    "export",
+    "import",
+    "inspect",
+    "plan",
+    "prepare",
+    "recipes",
+    "regenerate",
+    "train",
+]
 
 
 def run(*arguments: str) -> int:
