@@ -82,13 +82,15 @@ def recipes(
 ) -> None:
     """List the recipes that ship with the toolkit."""
     if keys:
-        from ..recipes.schema import Recipe
+        from ..recipes.schema import DSPARK_DEFAULTS, Recipe
 
-        for line in show.schema_lines(Recipe):
+        for line in show.schema_lines(Recipe, DSPARK_DEFAULTS):
             print(line)
         return
-    for name, line in show.shipped_recipes():
-        print(f"{name:<12} {line}")
+    found = show.shipped_recipes()
+    width = max(len(name) for name, _ in found)
+    for name, line in found:
+        print(f"{name:<{width}}  {line}")
 
 
 @app.command(epilog="Example: `spec train --recipe tiny out=runs/tiny train.minutes=1`")

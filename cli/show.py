@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -59,18 +60,24 @@ def shipped_recipes() -> list[tuple[str, str]]:
     return found
 
 
-def schema_lines(model: "type[BaseModel]", prefix: str = "") -> list[str]:
-    """A line a key of a schema and its sections: dotted name, default, what it means."""
+def schema_lines(
+    model: "type[BaseModel]", defaults: Mapping[str, Mapping[str, Any]], prefix: str = ""
+) -> list[str]:
+    """A line a key of a schema and its sections: dotted name, default, what it means.
+
+    `defaults` are those that depend on the algorithm, by section and key.
+    """
     lines: list[str] = []
     for name, field in model.model_fields.items():
         kinds: list[Any] = [field.annotation, *get_args(field.annotation)]
         sections = [kind for kind in kinds if hasattr(kind, "model_fields")]
         if sections:
-            lines += schema_lines(sections[0], f"{prefix}{name}.")
+            lines += schema_lines(sections[0], defaults, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else json.dumps(field.default)
+        own = defaults.get(prefix.removesuffix("."), {}).get(name, field.default)
+        default = "required" if field.is_required() else json.dumps(own)
         choices = [choice for kind in kinds for choice in get_args(kind) if isinstance(choice, str)]
         one_of = f"one of {', '.join(choices)}" if choices else ""
         meaning = "; ".join(filter(None, [field.description, one_of]))
-        lines.append(f"{prefix + name:<26} {default:<14} {meaning}".rstrip())
+        lines.append(f"{prefix + name:<33} {default:<14} {meaning}".rstrip())
     return lines

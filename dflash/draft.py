@@ -343,6 +343,7 @@ class DFlashDraft(nn.Module):
             )
             (Path(scratch) / "config.json").write_text(text)
             for name in (WEIGHTS, "config.json"):
+                (Path(scratch) / name).chmod(0o644)  # safetensors makes files private
                 os.replace(Path(scratch) / name, out / name)
 
     @classmethod

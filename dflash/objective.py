@@ -33,12 +33,18 @@ class PackedSequence:
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """How slots are weighted and what they learn from; the recipe holds the defaults."""
+class Weighting:
+    """How slots are weighted; the recipe holds the defaults."""
 
     weighting: Literal["decay", "dpace"]  # exp(-(k-1)/gamma), or the drafter's own survival
     gamma: float | None  # of decay; None: all ones
     alpha: float  # of D-PACE: how far the confidence is smoothed towards 1
+
+
+@dataclass(frozen=True)
+class LossOptions(Weighting):
+    """And what they learn from."""
+
     labels: Literal["hard", "soft"]  # soft: KL to the target's distribution
 
 
@@ -119,25 +125,33 @@ def _score(
     slots = slot_loss(
         hidden_ADH[kept], head, labels if row_of_label is None else row_of_label[labels], expected
     )
-    has_slots_A = kept.any(1)
-    if options.weighting == "dpace":
-        probs_AD = torch.zeros_like(kept, dtype=torch.float32)
-        probs_AD[kept] = slots.label_logprob.exp()
-        weights = dpace_weights(probs_AD, kept, options.alpha)[kept]
-        weight = has_slots_A.sum().float()
-    else:
-        weights = position_weights(kept.shape[1], options.gamma, device=kept.device).expand(
-            kept.shape
-        )[kept]
-        weight = weights.sum()
-    hits_AD = torch.zeros_like(kept)
-    hits_AD[kept] = slots.hit
+    weights = slot_weights(options, kept, slots.label_logprob)
+    return sum_blocks((slots.nll * weights).sum(), weights, slots.hit, kept, options)
+
+
+def slot_weights(options: Weighting, kept_AD: Tensor, label_logprob: Tensor) -> Tensor:
+    """Weights of the kept slots of some blocks, [n]; label_logprob [n]."""
+    if options.weighting == "decay":
+        weights_D = position_weights(kept_AD.shape[1], options.gamma, device=kept_AD.device)
+        return weights_D.expand(kept_AD.shape)[kept_AD]
+    probs_AD = torch.zeros_like(kept_AD, dtype=torch.float32)
+    probs_AD[kept_AD] = label_logprob.exp()
+    return dpace_weights(probs_AD, kept_AD, options.alpha)[kept_AD]
+
+
+def sum_blocks(
+    loss: Tensor, weights: Tensor, hit: Tensor, kept_AD: Tensor, options: Weighting
+) -> SequenceLoss:
+    """A sequence's sums from its loss and, of each kept slot [n], weight and hit."""
+    num_blocks = kept_AD.any(1).sum()
+    hits_AD = torch.zeros_like(kept_AD)
+    hits_AD[kept_AD] = hit
     return SequenceLoss(
-        loss=(slots.nll * weights).sum(),
-        weight=weight,
-        num_blocks=has_slots_A.sum(),
+        loss=loss,
+        weight=num_blocks.float() if options.weighting == "dpace" else weights.sum(),
+        num_blocks=num_blocks,
         num_accepted=hits_AD.long().cumprod(1).sum(),
-        num_slots=kept.sum(),
+        num_slots=kept_AD.sum(),
     )
 
 

@@ -11,6 +11,7 @@ Shapes: N rounds, K drafted tokens, S bins, T temperatures of the grid.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,17 +73,40 @@ def fit_sts(logits: ArrayLike, num_accepted: ArrayLike) -> list[float]:
     return temperatures
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a file; ValueError with the path for anything else."""
+    try:
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error}); expected one object: write it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{path}: found a JSON {type(content).__name__}; expected one object: write it again"
+        )
+    return content
+
+
 def read_sts(path: str | Path) -> list[float]:
     """The temperatures of an `sts.json`; ValueError says what is wrong with it."""
-    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    found = content.get("temperatures") if isinstance(content, dict) else None
-    good = isinstance(found, list) and all(isinstance(t, int | float) and t > 0 for t in found)
-    if not good or not found:
+    content = read_object(path)
+    try:
+        return positive_numbers(content.get("temperatures"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def positive_numbers(temperatures: Any) -> list[float]:
+    """Temperatures as JSON holds them; ValueError unless they are one or more positive numbers."""
+    good = isinstance(temperatures, list) and all(
+        isinstance(t, int | float) and not isinstance(t, bool) and 0 < t < math.inf
+        for t in temperatures
+    )
+    if not good or not temperatures:
         raise ValueError(
-            f"{path}: temperatures is {found!r}; expected a list of positive numbers, one a slot: "
+            f"temperatures is {temperatures!r}; expected a list of positive numbers, one a slot: "
             "write it with `spec calibrate`"
         )
-    return [float(t) for t in found]
+    return [float(t) for t in temperatures]
 
 
 def check_rounds(logits: ArrayLike, num_accepted: ArrayLike) -> tuple[Floats, NDArray[np.int64]]:

@@ -4,26 +4,29 @@ Shapes: A anchors, D drafted slots, N supervised ones, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dflash.block import Blocks, position_weights
-from ..dflash.loss import Head, dpace_weights
-from ..dflash.objective import PackedSequence, SequenceLoss, draft_blocks
+from ..dflash.block import Blocks
+from ..dflash.loss import Head
+from ..dflash.objective import (
+    PackedSequence,
+    SequenceLoss,
+    Weighting,
+    draft_blocks,
+    slot_weights,
+    sum_blocks,
+)
 from .draft import DSparkDraft
 from .loss import Plan, TeacherRows, Terms, slot_terms
 
 
 @dataclass(frozen=True)
-class DSparkLossOptions:
-    """How slots are weighted and what they learn; the recipe holds the defaults."""
+class DSparkLossOptions(Weighting):
+    """And what they learn."""
 
-    weighting: Literal["decay", "dpace"]
-    gamma: float | None
-    alpha: float
     terms: Terms
     confidence: float  # weight of the confidence head's BCE against 1 - TV
 
@@ -60,7 +63,7 @@ def sequence_loss(
         teacher=_teacher(blocks, sequence, head.weight.dtype),
         terms=options.terms,
         sizes=kept.sum(1).tolist(),
-        weigh=lambda first, last, logprob: _weights(options, kept[first:last], logprob),
+        weigh=lambda first, last, logprob: slot_weights(options, kept[first:last], logprob),
     )
     slots = slot_terms(hidden_ADH[kept], latent, w2, plan)
     loss = slots.loss
@@ -71,16 +74,7 @@ def sequence_loss(
             logits, slots.acceptance.clamp(0, 1), reduction="none"
         )
         loss = loss + options.confidence * (bce * slots.weights).sum()
-    has_slots_A = kept.any(1)
-    hits_AD = torch.zeros_like(kept)
-    hits_AD[kept] = slots.hit
-    return SequenceLoss(
-        loss=loss,
-        weight=has_slots_A.sum().float() if options.weighting == "dpace" else slots.weights.sum(),
-        num_blocks=has_slots_A.sum(),
-        num_accepted=hits_AD.long().cumprod(1).sum(),
-        num_slots=kept.sum(),
-    )
+    return sum_blocks(loss, slots.weights, slots.hit, kept, options)
 
 
 def _teacher(blocks: Blocks, sequence: PackedSequence, dtype: torch.dtype) -> TeacherRows | None:
@@ -91,13 +85,3 @@ def _teacher(blocks: Blocks, sequence: PackedSequence, dtype: torch.dtype) -> Te
     before_AD = blocks.anchors_A[:, None] + torch.arange(kept.shape[1], device=kept.device)
     positions, row_of_slot = before_AD[kept].unique(return_inverse=True)
     return TeacherRows(sequence.teacher[positions].to(dtype), row_of_slot)
-
-
-def _weights(options: DSparkLossOptions, kept: Tensor, logprob: Tensor) -> Tensor:
-    """Position weights of the kept slots of some blocks, [n]."""
-    if options.weighting == "decay":
-        weights_D = position_weights(kept.shape[1], options.gamma, device=kept.device)
-        return weights_D.expand(kept.shape)[kept]
-    probs_AD = torch.zeros_like(kept, dtype=torch.float32)
-    probs_AD[kept] = logprob.exp()
-    return dpace_weights(probs_AD, kept, options.alpha)[kept]

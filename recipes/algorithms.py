@@ -41,7 +41,7 @@ def _dspark_options(loss: LossSection, progress: float) -> DSparkLossOptions:
     assert loss.ce is not None and loss.l1 is not None and loss.renyi is not None
     assert loss.confidence is not None and loss.ce_until is not None
     ce, l1, renyi = loss.ce, loss.l1, loss.renyi
-    if progress < loss.ce_until:
+    if progress <= loss.ce_until:
         ce, l1, renyi = ce + l1 + renyi, 0.0, 0.0
     terms = Terms(ce=ce, l1=l1, renyi=renyi, soft=loss.labels == "soft")
     return DSparkLossOptions(loss.weighting, loss.gamma, loss.alpha, terms, loss.confidence)

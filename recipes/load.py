@@ -44,6 +44,7 @@ def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise ValueError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
     for override in overrides or []:
         _apply(data, override)
+    _take_shape_of_warm_start(data, overrides or [])
     _fill_dspark(data)
     try:
         return Recipe.model_validate_json(_json(data))
@@ -109,6 +110,16 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if key in [f"train.{name}" for name in BOUNDS] and data[last] is not None:
         for name in set(BOUNDS) - {last}:
             root["train"].pop(name, None)
+
+
+def _take_shape_of_warm_start(data: dict[str, Any], overrides: list[str]) -> None:
+    """A drafter to start from, asked for beside a recipe: the file's shape gives way to its."""
+    given = {override.partition("=")[0] for override in overrides}
+    draft = data.get("draft")
+    if "draft.init_from" not in given or not isinstance(draft, dict) or not draft["init_from"]:
+        return
+    for key in [k for k in draft if k != "algorithm" and f"draft.{k}" not in given]:
+        del draft[key]
 
 
 def _fill_dspark(data: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..dspark.config import MAX_RANK, MarkovHeadType
 from ..target.teacher import Teacher
 
 BOUNDS = ("steps", "epochs", "minutes")  # of a run's length: exactly one
@@ -117,9 +118,9 @@ class DraftSection(Section):
         None, description="warm start from this drafter directory; the shape is taken from it"
     )
     markov_rank: int | None = Field(
-        None, ge=0, le=512, description="dspark: rank of the sequential head; 0: none"
+        None, ge=0, le=MAX_RANK, description="dspark: rank of the sequential head; 0: none"
     )
-    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = Field(None, description="dspark")
+    markov_head_type: MarkovHeadType | None = Field(None, description="dspark")
     confidence_head: bool | None = Field(
         None, description="dspark: predict whether a drafted token survives"
     )

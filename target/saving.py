@@ -23,7 +23,9 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         yield building
-        building.chmod(0o755)  # mkdtemp makes it private
+        building.chmod(0o755)  # mkdtemp makes it private, safetensors its files
+        for path in building.iterdir():
+            path.chmod(0o755 if path.is_dir() else 0o644)
         if directory.exists():
             directory.rmdir()
         building.rename(directory)

@@ -148,6 +148,16 @@ def test_heads_and_terms_that_do_not(recipe_file: Path, overrides: list[str], me
     assert "\n" not in str(error.value)
 
 
+def test_a_warm_start_beside_a_shipped_recipe_brings_its_own_shape() -> None:
+    recipe = load_recipe("tiny", ["draft.init_from=some/drafter", "train.schedule=constant"])
+    assert recipe.draft.init_from == "some/drafter"
+    assert recipe.draft.block_size == 16  # the default, which nothing reads
+    with pytest.raises(ValueError, match="draft.block_size has no effect"):
+        load_recipe("tiny", ["draft.init_from=some/drafter", "draft.block_size=4"])
+    recipe = load_recipe("quickstart-dspark", ["draft.init_from=some/drafter"])
+    assert recipe.draft.algorithm == "dspark"
+
+
 def test_a_key_given_twice_is_a_mistake(recipe_file: Path) -> None:
     recipe_file.write_text(MINIMAL + "draft: {num_layers: 2, num_layers: 3}\n")
     with pytest.raises(ValueError, match="'num_layers' occurs twice"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from accelerate import PartialState
 
 from ..dflash.loss import check_soft_labels
+from ..recipes.algorithms import algorithm_name
 from ..recipes.schema import Recipe
 from ..target.model import Target
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -160,7 +161,8 @@ def describe(run: Run, material: Material) -> str:
     parameters = sum(p.numel() for p in run.draft.parameters())
     cut = f", {run.samples.num_cut} cut at seq_length" if run.samples.num_cut else ""
     return (
-        f"drafter: {parameters / 1e6:.1f} M parameters, {config.num_hidden_layers} layers, block "
+        f"drafter: {algorithm_name(run.draft)}, {parameters / 1e6:.1f} M parameters, "
+        f"{config.num_hidden_layers} layers, block "
         f"{config.block_size}, "
         f"target layers {list(config.target_layer_ids)}, mask token {config.mask_token_id}\n"
         f"data: {len(material.rows)} rows, {supervised} supervised tokens, "

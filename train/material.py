@@ -56,8 +56,10 @@ def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
     own = out / "target"
     if state.is_main_process and not (own / "config.json").exists():
         if section.make == "tiny":
+            print("target: training the tiny one, about 15 CPU-seconds", file=sys.stderr)
             make_tiny_target(own)
         elif section.gguf_package is not None and not _reachable(section.path):
+            print("target: converting the packaged GGUF file", file=sys.stderr)
             convert_gguf(find_packaged_gguf(section.gguf_package), own, dtype=DTYPES[section.dtype])
     state.wait_for_everyone()
     made = (own / "config.json").exists()

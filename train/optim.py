@@ -14,7 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 
-TOKEN_TABLES = ("markov_head.markov_w", "confidence_head.")
+NOT_FOR_MUON = ("markov_head.markov_w", "confidence_head.")
 
 
 class Masters:
@@ -89,7 +89,7 @@ def make_optimizers(
     matrices = [
         master
         for name, master in zip(masters.names, masters.masters, strict=True)
-        if kind == "muon" and master.ndim == 2 and not name.startswith(TOKEN_TABLES)
+        if kind == "muon" and master.ndim == 2 and not name.startswith(NOT_FOR_MUON)
     ]
     taken = {id(m) for m in matrices}
     rest = [m for m in masters.masters if id(m) not in taken]
