@@ -88,7 +88,7 @@ def recipes(
             print(line)
         return
     found = show.shipped_recipes()
-    width = max(len(name) for name, _ in found)
+    width = max((len(name) for name, _ in found), default=0)
     for name, line in found:
         print(f"{name:<{width}}  {line}")
 
