@@ -78,7 +78,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON ({error}); expected one object: write it again") from None
+        raise ValueError(
+            f"{path}: not JSON ({error}); expected one object: write it again"
+        ) from None
     if not isinstance(content, dict):
         raise ValueError(
             f"{path}: found a JSON {type(content).__name__}; expected one object: write it again"

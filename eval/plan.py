@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..data.jsonl import atomic_file
-from ..dspark.calibration import check_rounds, survival
+from ..dspark.calibration import check_rounds, positive_numbers, read_object, survival
 from ..dspark.schedule import CostTable, prefix_schedule
 
 SCHEMA = 1
@@ -61,11 +61,16 @@ def pruning_curve(
 
 @dataclass(frozen=True)
 class Survivals:
-    """Survival of drafted prefixes, as a plan takes it."""
+    """Survival of drafted prefixes, as a plan takes it, and what came of them where that is known.
+
+    With `num_accepted` lengths are chosen by the survivals and paid by what was accepted; without
+    it by the survivals themselves, whatever they are worth.
+    """
 
     rounds: Floats  # [N, K]; one row: an average, all requests are alike
     draft: str
     target: str
+    num_accepted: NDArray[np.int64] | None = None  # [N], all slots verified
 
     @property
     def num_draft_tokens(self) -> int:
@@ -75,26 +80,48 @@ class Survivals:
 def read_survivals(path: str | Path) -> Survivals:
     """Survivals of a `calibration.json` (calibrated, a row a round) or a `report.json` (average).
 
-    Raises ValueError for anything else.
+    Raises ValueError, with the path, for anything else.
     """
-    content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    known = content if isinstance(content, dict) else {}
-    if "rounds" in known and "temperatures" in known:
-        logits, _ = check_rounds(known["rounds"]["confidence"], known["rounds"]["num_accepted"])
-        rounds = survival(logits, known["temperatures"])
-    elif "groups" in known:
-        curve = known["groups"]["all"]["survival_at"]
-        if not curve or curve[0] is None:
-            raise ValueError(f"{path}: the report counts no round; expected survival_at of some")
-        # Rounds that drafted k tokens are others than those that drafted k - 1: never let it rise.
-        values = np.array([0.0 if s is None else s for s in curve], dtype=np.float64)
-        rounds = np.minimum.accumulate(values)[None]
-    else:
+    known = read_object(path)
+    calibrated = "rounds" in known and "temperatures" in known
+    if not calibrated and "groups" not in known:
         raise ValueError(
             f"{path}: neither calibration.json nor report.json; expected what `spec calibrate` or "
             "`spec eval` writes"
         )
-    return Survivals(rounds, str(known.get("draft", "")), str(known.get("target", "")))
+    draft, target = str(known.get("draft", "")), str(known.get("target", ""))
+    try:
+        if not calibrated:
+            return Survivals(_average(known), draft, target)
+        temperatures = positive_numbers(known["temperatures"])
+        rounds = known["rounds"]
+        logits_NK, accepted_N = check_rounds(rounds["confidence"], rounds["num_accepted"])
+        return Survivals(survival(logits_NK, temperatures), draft, target, accepted_N)
+    except (KeyError, TypeError, OverflowError) as error:
+        found = f"lacks {error}" if isinstance(error, KeyError) else f"has other types ({error})"
+        raise ValueError(
+            f"{path}: {found}; write it again with `spec calibrate` or `spec eval`"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _average(report: dict[str, Any]) -> Floats:
+    """The survival [1, K] of a report; ValueError where it is not that of every round."""
+    group, slots = report["groups"]["all"], report["num_draft_tokens"]
+    curve, drafted, full = group["survival_at"], group["num_drafted"], group["num_rounds"] * slots
+    if not curve or curve[0] is None:
+        raise ValueError("the report counts no round; expected survival_at of some")
+    if drafted < full:
+        # The rounds that drafted k tokens are then promising ones: no other has their survival.
+        raise ValueError(
+            f"its rounds drafted {drafted} of {full} tokens, and survival_at counts only those "
+            "that did; expected all of them: measure without --threshold, or give calibration.json"
+        )
+    values = np.asarray(curve, dtype=np.float64)
+    if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all() or (np.diff(values) > 0).any():
+        raise ValueError(f"survival_at is {curve}; expected shares from 0 to 1 that never rise")
+    return values[None]
 
 
 def plan_verification(
@@ -103,8 +130,10 @@ def plan_verification(
     """Expected throughput and verified tokens by concurrency, for fixed lengths and the scheduler.
 
     For each concurrency R the same `draws` steps of R rounds are drawn (seeded) for every policy.
-    A step of R + v tokens, v of them drafted and verified, takes the table's seconds and yields R +
-    (sum of the verified survivals) tokens; throughput is tokens over seconds of all steps.
+    A step of R + v tokens, v of them drafted and verified, takes the table's seconds. It yields R
+    tokens and, of each request, what was accepted of the verified ones: min(num_accepted, length),
+    or the sum of the verified survivals where only those are known. Throughput is tokens over
+    seconds of all steps.
 
     Raises ValueError for a concurrency below 1.
     """
@@ -123,7 +152,7 @@ def plan_verification(
         times = draws if len(survivals.rounds) > 1 else 1
         picks = rng.integers(len(survivals.rounds), size=(times, num_requests))
         for name, policy in policies.items():
-            row = _run([survivals.rounds[p] for p in picks], policy, table)
+            row = _run(survivals, picks, policy, table)
             for key, value in row.items():
                 results[name].setdefault(key, []).append(value)
     return {
@@ -132,6 +161,7 @@ def plan_verification(
         "target": survivals.target,
         "num_draft_tokens": num_slots,
         "num_rounds": len(survivals.rounds),
+        "tokens_from": "survival" if survivals.num_accepted is None else "num_accepted",
         "max_profiled_tokens": table.batch_tokens[-1],
         "concurrency": list(concurrency),
         "policies": results,
@@ -139,20 +169,27 @@ def plan_verification(
 
 
 def _run(
-    steps: Sequence[Floats], policy: Callable[[Floats], NDArray[np.int64]], table: CostTable
+    survivals: Survivals,
+    picks: NDArray[np.int64],  # [steps, R] rounds
+    policy: Callable[[Floats], NDArray[np.int64]],
+    table: CostTable,
 ) -> dict[str, float]:
     tokens = seconds = verified = 0.0
-    for step_RK in steps:
+    for picks_R in picks:
+        step_RK = survivals.rounds[picks_R]
         num_requests, num_slots = step_RK.shape
         lengths = policy(step_RK)
-        read = np.arange(num_slots) < lengths[:, None]
-        tokens += num_requests + float(step_RK[read].sum())
+        if survivals.num_accepted is None:
+            kept = step_RK[np.arange(num_slots) < lengths[:, None]]
+        else:
+            kept = np.minimum(survivals.num_accepted[picks_R], lengths)
+        tokens += num_requests + float(kept.sum())
         seconds += 1 / float(table(np.array(num_requests + lengths.sum())))
         verified += float(lengths.sum())
     return {
         "tokens_per_second": tokens / seconds,
-        "tokens_per_step": tokens / len(steps),
-        "verified_per_step": verified / len(steps),
+        "tokens_per_step": tokens / len(picks),
+        "verified_per_step": verified / len(picks),
     }
 
 

@@ -242,10 +242,20 @@ def test_files_hold_what_an_engine_reads(calibration: Calibration, tmp_path: Pat
 
 
 def test_broken_temperatures_are_refused(tmp_path: Path) -> None:
-    for content in ("[1.0]", '{"temperatures": []}', '{"temperatures": [1, 0]}', "{}"):
-        (tmp_path / "sts.json").write_text(content)
-        with pytest.raises(ValueError, match="positive numbers"):
-            read_sts(tmp_path / "sts.json")
+    path = tmp_path / "sts.json"
+    for content, message in (
+        ("{", "not JSON"),
+        ("[1.0]", "JSON list"),
+        *(
+            (f'{{"temperatures": {found}}}', "positive numbers")
+            for found in ("[]", "[1, 0]", "[-1]", "[true]", "[NaN]", "[Infinity]", '"1"', "null")
+        ),
+        ("{}", "positive numbers"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            read_sts(path)
+        assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_seconds_never_fall_as_steps_grow() -> None:

@@ -36,7 +36,10 @@ def table() -> CostTable:
 def rounds(num: int, slots: int) -> Survivals:
     rng = np.random.default_rng(0)
     ability = rng.normal(1.0, 1.5, size=(num, 1))  # some texts are easy, others not
-    return Survivals(survival(ability + rng.normal(0, 0.7, size=(num, slots))), "draft", "target")
+    survivals = survival(ability + rng.normal(0, 0.7, size=(num, slots)))
+    # One draw a round: slot k is accepted where it lies below the survival of the first k.
+    accepted = (rng.random((num, 1)) < survivals).sum(axis=1)
+    return Survivals(survivals, "draft", "target", accepted)
 
 
 def test_pruning_by_hand() -> None:
@@ -68,6 +71,28 @@ def test_throughput_of_fixed_lengths_in_closed_form() -> None:
     assert plan["policies"]["scheduler"]["verified_per_step"][0] == 4
 
 
+def test_tokens_are_what_was_accepted_however_sure_the_drafter_was() -> None:
+    # Two kinds of rounds: sure of all and wrong, unsure and right. One token costs nothing.
+    boast, doubt = [0.9, 0.9, 0.9, 0.9], [0.2, 0.1, 0.1, 0.1]
+    free = CostTable((1, 100), (10.0, 10.0))
+    believed = np.array([boast] * 30 + [doubt] * 30)
+    accepted = np.array([1] * 30 + [4] * 30)
+    for part, kept in ((slice(0, 30), (1, 1, 1)), (slice(30, 60), (1, 3, 4))):
+        survivals = Survivals(believed[part], "d", "t", accepted[part])
+        plan = plan_verification(survivals, free, [2])
+        assert plan["tokens_from"] == "num_accepted"
+        for name, tokens in zip(("1", "3", "all"), kept, strict=True):
+            # Two requests, each with a token of the target's own; ten steps a second.
+            figures = plan["policies"][name]
+            assert figures["tokens_per_step"] == [2 * (1 + tokens)]
+            assert figures["tokens_per_second"] == [pytest.approx(20 * (1 + tokens))]
+    # Dear tokens: the scheduler takes only likely ones, and is paid by what came of them.
+    dear = CostTable((1, 2), (10.0, 5.5))
+    alike = Survivals(np.array([boast, boast]), "d", "t", np.array([0, 0]))
+    scheduler = plan_verification(alike, dear, [1])["policies"]["scheduler"]
+    assert scheduler["verified_per_step"][0] > 0 and scheduler["tokens_per_step"] == [1.0]
+
+
 @pytest.mark.parametrize(
     "survivals", [rounds(500, 7), Survivals(rounds(500, 7).rounds.mean(0)[None], "", "")]
 )
@@ -97,36 +122,101 @@ def test_the_same_plan_twice() -> None:
     )
 
 
-def test_survivals_come_from_either_report(tmp_path: Path) -> None:
-    contents: dict[str, Any] = {
+def stored(name: str, **changes: Any) -> dict[str, Any]:
+    """A calibration.json of one round, or a report.json of two rounds with three drafts each."""
+    contents: dict[str, dict[str, Any]] = {
         "calibration": {
             "draft": "d",
             "target": "t",
             "temperatures": [2.0, 1.0],
             "rounds": {"confidence": [[2 * logit(0.75), 0.0]], "num_accepted": [1]},
         },
-        "report": {"draft": "d", "groups": {"all": {"survival_at": [0.5, 0.6, None]}}},
+        "report": {
+            "draft": "d",
+            "num_draft_tokens": 3,
+            "groups": {"all": {"survival_at": [0.5, 0.5, 0.0], "num_rounds": 2, "num_drafted": 6}},
+        },
     }
-    for name, expected in (("calibration", [0.75, 0.375]), ("report", [0.5, 0.5, 0.0])):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(contents[name]))
+    return {**contents[name], **changes}
+
+
+def test_survivals_come_from_either_report(tmp_path: Path) -> None:
+    path = tmp_path / "stored.json"
+    for name, expected, accepted in (
+        ("calibration", [0.75, 0.375], [1]),
+        ("report", [0.5, 0.5, 0.0], None),
+    ):
+        path.write_text(json.dumps(stored(name)))
         found = read_survivals(path)
         assert found.rounds[0] == pytest.approx(expected)
         assert found.draft == "d"
-    for content, message in (
-        ([], "neither"),
-        ({"temperatures": [1.0]}, "neither"),
-        ({"groups": {"all": {"survival_at": [None]}}}, "no round"),
-    ):
-        path = tmp_path / "other.json"
-        path.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=message):
-            read_survivals(path)
+        counts = found.num_accepted
+        assert (None if counts is None else counts.tolist()) == accepted
+
+
+def test_survivals_of_chosen_rounds_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    group = {"survival_at": [0.9, 0.9, 0.9], "num_rounds": 2, "num_drafted": 5}
+    path.write_text(json.dumps(stored("report", groups={"all": group})))
+    with pytest.raises(ValueError, match="drafted 5 of 6 tokens.*measure without --threshold"):
+        read_survivals(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON list"),
+        ('{"temperatures": [1.0]}', "neither"),
+        (stored("calibration", rounds={"confidence": [[0.0, 0.0]]}), "lacks 'num_accepted'"),
+        (stored("calibration", rounds=[]), "other types"),
+        (stored("calibration", rounds={"confidence": [["a"]], "num_accepted": [0]}), "convert"),
+        (stored("calibration", rounds={"confidence": [[0], [0, 1]], "num_accepted": []}), "array"),
+        (stored("calibration", temperatures=[1.0]), "1 temperatures for 2 slots"),
+        (stored("calibration", temperatures=[1.0, 0.0]), "positive numbers"),
+        (stored("calibration", temperatures=[1.0, -2.0]), "positive numbers"),
+        (stored("calibration", temperatures=2.0), "positive numbers"),
+        (stored("calibration", temperatures=[True, 1.0]), "positive numbers"),
+        (stored("report", groups={}), "lacks 'all'"),
+        (stored("report", groups=[]), "other types"),
+        (stored("report", groups={"all": {"survival_at": [0.5]}}), "lacks 'num_drafted'"),
+        *(
+            (
+                stored(
+                    "report",
+                    groups={"all": {"survival_at": curve, "num_rounds": 2, "num_drafted": 6}},
+                ),
+                message,
+            )
+            for curve, message in (
+                ([None] * 3, "no round"),
+                ([0.5, 0.6, 0.1], "never rise"),
+                ([0.5, None, 0.1], "never rise"),
+                ([1.5, 0.5, 0.1], "from 0 to 1"),
+            )
+        ),
+    ],
+)
+def test_what_holds_no_survivals_is_one_line_with_the_path(
+    content: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=message) as caught:
+        read_survivals(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
 def test_the_command_writes_a_plan_and_marks_what_was_not_timed(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(
-        json.dumps({"draft": "d", "target": "t", "groups": {"all": {"survival_at": [0.8, 0.5]}}})
+        json.dumps(
+            {
+                "draft": "d",
+                "target": "t",
+                "num_draft_tokens": 2,
+                "groups": {"all": {"survival_at": [0.8, 0.5], "num_rounds": 10, "num_drafted": 20}},
+            }
+        )
     )
     small = CostTable((1, 8), (20.0, 10.0))
     (tmp_path / "sps.json").write_text(json.dumps(small.to_json()))
