@@ -1,5 +1,6 @@
 """`spec calibrate` and `spec plan verify`."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,8 @@ def calibrate(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest of this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     profile: Annotated[
         bool, typer.Option("--profile/--no-profile", help="Time steps and write sps.json.")
@@ -51,6 +54,10 @@ def calibrate(
     max_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Largest step to time, in tokens.")
     ] = 128,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Write sts.json from few rounds or with a greater error too."),
+    ] = False,
     limit: LimitOption = None,
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
@@ -60,40 +67,69 @@ def calibrate(
     A built-in source of prompts gives its held-out part: the drafter was trained on the other.
     """
     from ..data.jsonl import stem
+    from ..dspark.schedule import SPS
     from ..eval.calibrate import calibrate as run
     from ..eval.calibrate import encode_prompts, write_calibration
     from ..eval.profile import profile as time_steps
     from ..eval.profile import write_cost_table
-    from ..target.sampling import Sampling
-    from .inputs import drafter_name, load_drafter, load_target, read_sources
+    from ..eval.sts import weights_digest
+    from . import inputs
 
-    asked = read_sources(prompts, "heldout", limit)
-    kept = read_sources(heldout, "heldout", limit) if heldout else None
-    loaded = load_target(target, dtype)
-    drafter = load_drafter(str(draft), loaded, 1)
+    sampling = inputs.sampling(temperature, top_p, top_k, seed)
+    asked = inputs.read_sources(prompts, "heldout", limit)
+    kept = inputs.read_sources(heldout, "heldout", limit) if heldout else None
+    loaded = inputs.load_target(target, dtype)
+    drafter = inputs.load_drafter(str(draft), loaded, 1)
     result = run(
         loaded,
         drafter,
         asked,
         heldout=kept,
-        draft_name=drafter_name(str(draft)),
+        draft_name=inputs.drafter_name(str(draft)),
+        draft_weights=weights_digest(draft),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
-        sampling=Sampling(temperature=temperature, seed=seed),
+        sampling=sampling,
     )
     where = out or draft / "calibration"
-    write_calibration(result, draft, where, dataset=", ".join(map(stem, prompts)))
+    write_calibration(result, where)
+    written = settle(result, draft, dataset=", ".join(map(stem, prompts)), force=force)
     if profile:
         contexts, _ = encode_prompts(loaded, asked, max_new_tokens + drafter.num_draft_tokens)
-        table = time_steps(loaded, drafter, contexts, max_batch_tokens=max_batch_tokens)
+        table = time_steps(
+            loaded, drafter, contexts, max_batch_tokens=max_batch_tokens, sampling=sampling
+        )
         write_cost_table(table, draft)
+        written.append(SPS)
         result["steps"] = table.to_json()
     if as_json:
         show.record({key: value for key, value in result.items() if key != "rounds"}, as_json=True)
         return
     for line in calibration_lines(result):
         print(line)
-    print(f"wrote sts.json{' and sps.json' if profile else ''} in {draft}, the report in {where}")
+    print(f"wrote {' and '.join(written) or 'nothing'} in {draft}, the report in {where}")
+
+
+def settle(result: dict[str, Any], draft: Path, *, dataset: str, force: bool) -> list[str]:
+    """Write sts.json where it is worth it, and say so where not; returns what was written."""
+    from ..dspark.calibration import GRID, STS
+    from ..eval.sts import edge_slots, objection, write_sts
+
+    edges = edge_slots(result["temperatures"])
+    if edges:
+        warnings.warn(
+            f"the temperatures of slots {', '.join(map(str, edges))} are at an end of what is "
+            f"tried ({GRID[0]:g} to {GRID[-1]:g}), expected one between: the confidence says "
+            "little there, or the rounds are too few; see the held-out ECE or give more prompts",
+            stacklevel=2,
+        )
+    against = objection(result)
+    if against and not force:
+        left = "kept the earlier sts.json" if (draft / STS).exists() else "wrote no sts.json"
+        warnings.warn(f"{left}: {against}, or write it with --force", stacklevel=2)
+        return []
+    write_sts(result, draft, dataset=dataset)
+    return [STS]
 
 
 @plan.command(epilog=PLAN_EXAMPLE)

@@ -11,6 +11,7 @@ from ..dspark.draft import DSparkDraft
 from ..dspark.schedule import Schedule, static_threshold
 from ..eval.drafter import Drafter, NetworkDrafter
 from ..eval.ngram import NgramDrafter
+from ..eval.sts import difference_from_fit
 from ..recipes import algorithms
 from ..target.files import target_revision
 from ..target.model import Target
@@ -77,19 +78,22 @@ def warn_of_another_target(path: str, target: Target) -> None:
 
 
 def schedules(
-    paths: list[str], drafters: list[Drafter], threshold: float | None
+    paths: list[str], drafters: list[Drafter], threshold: float | None, sampling: Sampling
 ) -> list[tuple[Schedule | None, str | None]]:
     """Schedule and name for each drafter: the threshold for the first, none for the others."""
     found: list[tuple[Schedule | None, str | None]] = [(None, None)] * len(paths)
     if threshold is not None:
-        found[0] = threshold_schedule(paths[0], drafters[0], threshold)
+        found[0] = threshold_schedule(paths[0], drafters[0], threshold, sampling)
     return found
 
 
-def threshold_schedule(path: str, drafter: Drafter, threshold: float) -> tuple[Schedule, str]:
+def threshold_schedule(
+    path: str, drafter: Drafter, threshold: float, sampling: Sampling
+) -> tuple[Schedule, str]:
     """The static confidence threshold and its name; calibrated where the drafter has sts.json.
 
-    Raises ValueError for a drafter without a confidence head.
+    Warns where that was fitted on other weights or another sampling. Raises ValueError for a
+    drafter without a confidence head.
     """
     network = drafter.draft if isinstance(drafter, NetworkDrafter) else None
     if not isinstance(network, DSparkDraft) or network.confidence_head is None:
@@ -99,6 +103,13 @@ def threshold_schedule(path: str, drafter: Drafter, threshold: float) -> tuple[S
         )
     sts = Path(path) / STS
     temperatures = read_sts(sts) if sts.is_file() else None
+    changed = difference_from_fit(path, sampling) if temperatures else None
+    if changed:
+        warnings.warn(
+            f"{sts.name} of {drafter_name(path)} was fitted on something else: {changed}; survival "
+            "may be off: run `spec calibrate` as you serve",
+            stacklevel=2,
+        )
     name = f"confidence threshold {threshold:g}, {'calibrated' if temperatures else 'raw'}"
     return static_threshold(threshold, temperatures), name
 

@@ -226,7 +226,7 @@ def evaluate(
     loaded = inputs.load_target(target, dtype)
     baseline: Baseline = {}
     drafters = [inputs.load_drafter(path, loaded, num_draft_tokens) for path in draft]
-    verified = inputs.schedules(draft, drafters, threshold)
+    verified = inputs.schedules(draft, drafters, threshold, sampling)
     reports = [
         run(
             loaded,

@@ -18,18 +18,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt
-from ..dspark.calibration import STS, auc, check_rounds, ece, fit_sts, reliability, survival
+from ..dspark.calibration import auc, check_rounds, ece, fit_sts, reliability, survival
 from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling
 from .decode import Decoded, speculate
 from .drafter import Drafter
-from .plan import MAX_ROUNDS, pruning_curve, write_json
+from .files import write_figure, write_json
+from .plan import pruning_curve
 from .report import encode_groups, progress_bar
 
 SCHEMA = 1
 SPLIT_SEED = 0
+MAX_ROUNDS = 4096  # recorded rounds that calibration.json keeps
 THRESHOLDS = tuple(i / 10 for i in range(10))
 
 Ids = list[int]
@@ -109,6 +110,7 @@ def calibrate(
     prompts: Sequence[Prompt],
     *,
     draft_name: str,
+    draft_weights: str | None = None,
     max_new_tokens: int,
     batch_size: int,
     heldout: Sequence[Prompt] | None = None,
@@ -117,8 +119,8 @@ def calibrate(
 ) -> Calibration:
     """Fit temperatures and measure them; the result is what `calibration.json` holds.
 
-    Without `heldout` the prompts are split in half by request. A bar shows on stderr where that is
-    a terminal.
+    Without `heldout` the prompts are split in half by request. `draft_weights` tells these weights
+    from others (`sts.weights_digest`). Progress is told on stderr.
 
     Raises ValueError for a drafter without a confidence head, too few prompts, or no full round.
     """
@@ -136,7 +138,8 @@ def calibrate(
                 "every prompt is a held-out one too; expected others to fit the temperatures on"
             )
     require_confidence(target, drafter, min(fitted, key=len), draft_name)
-    with progress_bar(draft_name, len(fitted) + len(measured), shown=progress) as advance:
+    total = len(fitted) + len(measured)
+    with progress_bar("calibrate", draft_name, total, shown=progress) as advance:
         decoded = speculate(
             target,
             drafter,
@@ -152,8 +155,12 @@ def calibrate(
         "schema": SCHEMA,
         "target": target.name,
         "draft": draft_name,
+        "draft_weights": draft_weights,
         "num_draft_tokens": slots,
-        "temperature": sampling.temperature,
+        "temperature": float(sampling.temperature),
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         "num_threads": torch.get_num_threads(),
@@ -226,28 +233,13 @@ def _sample(confidence: NDArray[np.float64], accepted: NDArray[np.int64]) -> dic
     }
 
 
-def sts_json(calibration: Calibration, dataset: str) -> dict[str, Any]:
-    """What a serving engine reads; calibration errors are those of the held-out requests."""
-    return {
-        "temperatures": calibration["temperatures"],
-        "dataset": dataset,
-        "num_samples": calibration["fit"]["num_rounds"],
-        "ece_before": calibration["ece_before"],
-        "ece_after": calibration["ece_after"],
-    }
-
-
-def write_calibration(
-    calibration: Calibration, draft_dir: str | Path, out_dir: str | Path, *, dataset: str
-) -> Path:
-    """Write sts.json beside the drafter, the report and its plots to `out_dir`; its path."""
+def write_calibration(calibration: Calibration, out_dir: str | Path) -> Path:
+    """Write calibration.json and its plots; returns the path of calibration.json."""
     # Late: the plot's library is slow to import.
     from .curves import plot_pruning, plot_reliability
 
     out = Path(out_dir)
-    for name, draw in (("reliability.png", plot_reliability), ("pruning.png", plot_pruning)):
-        with atomic_file(out / name) as file:
-            draw(calibration).savefig(file, format="png", dpi=144, metadata={"Software": None})
+    write_figure(out / "reliability.png", plot_reliability(calibration))
+    write_figure(out / "pruning.png", plot_pruning(calibration))
     write_json(out / "calibration.json", calibration)
-    write_json(Path(draft_dir) / STS, sts_json(calibration, dataset))
     return out / "calibration.json"

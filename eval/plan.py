@@ -5,7 +5,6 @@ Shapes: N recorded rounds, R requests of a step, K drafted tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..data.jsonl import atomic_file
 from ..dspark.calibration import check_rounds, positive_numbers, read_object, survival
 from ..dspark.schedule import CostTable, prefix_schedule
+from .files import write_figure, write_json
 
 SCHEMA = 1
-MAX_ROUNDS = 4096  # recorded rounds that calibration.json keeps
 FIXED = (1, 3, 5)
 SCHEDULER = "scheduler"
 DRAWS = 64  # steps drawn for each concurrency
@@ -203,14 +201,6 @@ def write_plan(plan: Plan, out_dir: str | Path) -> Path:
     from .curves import plot_plan
 
     out = Path(out_dir)
-    with atomic_file(out / "plan.png") as file:
-        plot_plan(plan).savefig(file, format="png", dpi=144, metadata={"Software": None})
+    write_figure(out / "plan.png", plot_plan(plan))
     write_json(out / "plan.json", plan)
     return out / "plan.json"
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """One JSON object, all or nothing, a line a key: thousands of rounds stay one line."""
-    lines = [f"  {json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in content.items()]
-    with atomic_file(path) as file:
-        file.write(("{\n" + ",\n".join(lines) + "\n}\n").encode())

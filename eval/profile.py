@@ -22,9 +22,10 @@ from torch import Tensor
 from ..dspark.schedule import SPS, CostTable
 from ..target.generate import max_positions
 from ..target.model import Target
+from ..target.sampling import GREEDY, Sampling
 from .decode import speculate
 from .drafter import Drafter
-from .plan import write_json
+from .files import write_json
 
 WARM_STEPS = 2
 TIMED_STEPS = 7
@@ -45,18 +46,23 @@ def ladder(largest: int) -> list[int]:
 
 
 def profile(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], *, max_batch_tokens: int
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_batch_tokens: int,
+    sampling: Sampling = GREEDY,
 ) -> CostTable:
     """The cost table up to steps of `max_batch_tokens` tokens; `prompts` are the contexts, repeated
-    where there are too few.
+    where there are too few. Sampling takes time of its own: profile as you serve.
 
     Medians of a few steps each. Seconds are made to grow with the tokens (isotonic regression):
     where noise makes a larger step faster, a scheduler would see a gain that is none.
     """
     tokens = ladder(max_batch_tokens)
     # The smallest steps come first, and the first of all is slower than it will ever be again.
-    _seconds(target, drafter, prompts, tokens[0])
-    seconds = [_seconds(target, drafter, prompts, n) for n in tokens]
+    _seconds(target, drafter, prompts, tokens[0], sampling)
+    seconds = [_seconds(target, drafter, prompts, n, sampling) for n in tokens]
     return CostTable(tuple(tokens), tuple(1 / s for s in non_decreasing(seconds)))
 
 
@@ -78,7 +84,11 @@ def non_decreasing(values: Sequence[float]) -> list[float]:
 
 
 def _seconds(
-    target: Target, drafter: Drafter, prompts: Sequence[Sequence[int]], num_tokens: int
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    sampling: Sampling,
 ) -> float:
     """Median seconds of a step of `num_tokens` tokens."""
     width = drafter.num_draft_tokens + 1
@@ -106,6 +116,7 @@ def _seconds(
             max_new_tokens=max_new_tokens,
             batch_size=num_requests,
             stop_token_ids=(),
+            sampling=sampling,
             schedule=schedule,
         )
     assert len(ticks) > WARM_STEPS + TIMED_STEPS, "the drafter gave no confidence"

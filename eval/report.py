@@ -32,6 +32,7 @@ from ..target.sampling import GREEDY, Sampling
 from .acceptance import Rounds, measure
 from .decode import Decoded, speculate
 from .drafter import Drafter, NoDrafter
+from .files import write_figure
 
 SCHEMA = 1
 ENGINE = "spec"
@@ -78,8 +79,8 @@ def evaluate(
     `baseline` holds the plain runs by group; an empty one is filled, so several drafters can share
     it on the same prompts and with the same sampling. `room` is then the largest num_draft_tokens
     of them, since a prompt has to leave place for any drafter's last block. `schedule` cuts what is
-    verified (see `decode.cut`); the report calls it `schedule_name`. A bar shows on stderr where
-    that is a terminal.
+    verified (see `decode.cut`); the report calls it `schedule_name`. Progress is told on
+    stderr.
 
     Raises ValueError where no prompt fits, or for a schedule without a drafter's confidence.
     """
@@ -96,7 +97,7 @@ def evaluate(
     speculate(target, None, [shortest], **{**plainly, **short})
     speculate(target, drafter, [shortest], **{**drafting, **short})
     total = sum(map(len, groups.values())) * (1 if baseline else 2)
-    with progress_bar(draft_name, total, shown=progress) as advance:
+    with progress_bar("evaluate", draft_name, total, shown=progress) as advance:
         if not baseline:
             baseline |= _decode(target, NoDrafter(), groups, advance, **plainly)
         runs = _decode(target, drafter, groups, advance, **drafting)
@@ -157,8 +158,7 @@ def write_report(
     out = Path(out_dir)
     if comparisons:
         report = {**report, "comparisons": list(comparisons)}
-    with atomic_file(out / "acceptance.png") as file:
-        plot(report).savefig(file, format="png", dpi=144, metadata={"Software": None})
+    write_figure(out / "acceptance.png", plot(report))
     with atomic_file(out / "report.md") as file:
         file.write(markdown(report).encode())
     path = out / "report.json"
@@ -237,11 +237,16 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 
 @contextmanager
-def progress_bar(name: str, total: int, *, shown: bool) -> Iterator[Callable[[Decoded], None]]:
-    """A progress bar over answers, plain and speculative ones, with tokens per second."""
+def progress_bar(
+    verb: str, name: str, total: int, *, shown: bool
+) -> Iterator[Callable[[Decoded], None]]:
+    """How many answers will be decoded, plain and speculative ones; then a bar over them with
+    tokens per second where stderr is a terminal."""
+    if shown:
+        print(f"{verb} {name}: {total} requests to decode", file=sys.stderr)
     tokens, started = 0, time.perf_counter()
     bar = Progress(
-        TextColumn("evaluate {task.description}", markup=False),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:.0f} tokens/s"),
@@ -251,7 +256,7 @@ def progress_bar(name: str, total: int, *, shown: bool) -> Iterator[Callable[[De
         transient=True,
     )
     with bar:
-        task = bar.add_task(name, total=total, rate=0.0)
+        task = bar.add_task(f"{verb} {name}", total=total, rate=0.0)
 
         def advance(decoded: Decoded) -> None:
             nonlocal tokens

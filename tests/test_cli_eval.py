@@ -9,6 +9,7 @@ import torch
 from spec.cli import main as cli
 from spec.dspark.config import DSparkConfig
 from spec.dspark.draft import DSparkDraft
+from spec.eval.sts import weights_digest
 from spec.target.files import target_revision
 from spec.target.model import Target
 from spec.target.tiny import make_tiny_target
@@ -90,6 +91,26 @@ def test_a_calibrated_drafter_is_cut_by_its_calibration(target: Path, tmp_path: 
     (draft / "sts.json").write_text(json.dumps({"temperatures": [1.0, 1.0, 1.0]}))
     assert run("-t", target, "-d", draft, "-o", tmp_path, "--threshold", "0.5") == 0
     assert report(tmp_path)["schedule"] == "confidence threshold 0.5, calibrated"
+
+
+def test_a_calibration_of_something_else_is_warned_of(
+    target: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    draft = drafter(target, tmp_path / "draft", confidence=True)
+    fit = {"temperature": 0.8, "top_p": 0.9, "top_k": 30, "draft_weights": weights_digest(draft)}
+    for changes, warned in (
+        ({}, None),
+        ({"temperature": 0.0}, "temperature is 0.8, fitted at 0.0"),
+        ({"draft_weights": "0123"}, "the drafter's weights have changed"),
+    ):
+        recwarn.clear()
+        content = {"temperatures": [1.0, 1.0, 1.0], **fit, **changes}
+        (draft / "sts.json").write_text(json.dumps(content))
+        out = tmp_path / "out"
+        assert run("-t", target, "-d", draft, "-o", out, *SAMPLED, "--threshold", "0.5") == 0
+        said = [str(each.message) for each in recwarn if "sts.json" in str(each.message)]
+        assert len(said) == (warned is not None)
+        assert warned is None or warned in said[0]
 
 
 def test_what_cannot_be_is_one_line(
