@@ -138,8 +138,8 @@ def calibrate(
                 "every prompt is a held-out one too; expected others to fit the temperatures on"
             )
     require_confidence(target, drafter, min(fitted, key=len), draft_name)
-    total = len(fitted) + len(measured)
-    with progress_bar("calibrate", draft_name, total, shown=progress) as advance:
+    requests = len(fitted) + len(measured)
+    with progress_bar("calibrate", draft_name, requests, shown=progress) as advance:
         decoded = speculate(
             target,
             drafter,

@@ -96,8 +96,10 @@ def evaluate(
     # Kernels are chosen at their first call.
     speculate(target, None, [shortest], **{**plainly, **short})
     speculate(target, drafter, [shortest], **{**drafting, **short})
-    total = sum(map(len, groups.values())) * (1 if baseline else 2)
-    with progress_bar("evaluate", draft_name, total, shown=progress) as advance:
+    requests = sum(map(len, groups.values()))
+    with progress_bar(
+        "evaluate", draft_name, requests, plainly=not baseline, shown=progress
+    ) as advance:
         if not baseline:
             baseline |= _decode(target, NoDrafter(), groups, advance, **plainly)
         runs = _decode(target, drafter, groups, advance, **drafting)
@@ -238,12 +240,15 @@ def _tokens_per_second(runs: list[Run]) -> float:
 
 @contextmanager
 def progress_bar(
-    verb: str, name: str, total: int, *, shown: bool
+    verb: str, name: str, requests: int, *, plainly: bool = False, shown: bool
 ) -> Iterator[Callable[[Decoded], None]]:
-    """How many answers will be decoded, plain and speculative ones; then a bar over them with
-    tokens per second where stderr is a terminal."""
+    """The number of requests on stderr, then a bar over their answers where that is a terminal.
+
+    With `plainly` each is decoded without the drafter as well, and counts twice.
+    """
     if shown:
-        print(f"{verb} {name}: {total} requests to decode", file=sys.stderr)
+        also = ", each without the drafter too" if plainly else ""
+        print(f"{verb} {name}: {requests} requests to decode{also}", file=sys.stderr)
     tokens, started = 0, time.perf_counter()
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -256,7 +261,7 @@ def progress_bar(
         transient=True,
     )
     with bar:
-        task = bar.add_task(f"{verb} {name}", total=total, rate=0.0)
+        task = bar.add_task(f"{verb} {name}", total=requests * (1 + plainly), rate=0.0)
 
         def advance(decoded: Decoded) -> None:
             nonlocal tokens

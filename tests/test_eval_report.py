@@ -16,7 +16,7 @@ from spec.data.prompts import Prompt
 from spec.dflash.draft import Choose, Proposal
 from spec.eval.ngram import NgramDrafter
 from spec.eval.render import markdown
-from spec.eval.report import Baseline, evaluate, without_timing, write_report
+from spec.eval.report import Baseline, evaluate, progress_bar, without_timing, write_report
 from spec.target.model import Target
 from spec.target.sampling import Sampling
 
@@ -207,6 +207,18 @@ def test_a_report_without_rounds_can_be_written(target: Target, tmp_path: Path) 
     assert report["groups"]["all"]["acceptance_length"] is None
     assert "no rounds" in markdown(report)
     write_report(report, tmp_path)
+
+
+def test_the_number_of_requests_is_told_first(
+    target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline: Baseline = {}
+    for also in (", each without the drafter too", ""):
+        report_of(target, baseline)
+        # One of the five is too long.
+        assert capsys.readouterr().err == f"evaluate n-gram: 4 requests to decode{also}\n"
+    with progress_bar("calibrate", "d", 3, shown=False):
+        assert capsys.readouterr().err == ""
 
 
 def test_a_tag_named_all_does_not_replace_the_sum(target: Target) -> None:
