@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,12 +30,13 @@ from spec.eval.calibrate import (
     split_requests,
     write_calibration,
 )
-from spec.eval.decode import Decoded
+from spec.eval.decode import Decoded, speculate
 from spec.eval.ngram import NgramDrafter
 from spec.eval.profile import ladder, non_decreasing, profile, write_cost_table
 from spec.eval.sts import write_sts
 from spec.target.generate import generate
 from spec.target.model import Target
+from spec.target.sampling import Sampling
 
 VOCABULARY = 61
 SLOTS = 3
@@ -284,3 +286,19 @@ def test_timed_steps_make_a_table_that_an_engine_reads(target: Target, tmp_path:
     assert all(a >= b > 0 for a, b in itertools.pairwise(rates))
     assert stored["max_batch_tokens"] == 10
     assert read_cost_table(tmp_path / "sps.json") == table
+
+
+def test_steps_are_timed_as_they_are_sampled(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sampling] = []
+
+    def spy(*arguments: Any, **options: Any) -> list[Decoded]:
+        seen.append(options["sampling"])
+        return speculate(*arguments, **options)
+
+    monkeypatch.setattr("spec.eval.profile.speculate", spy)
+    contexts, _ = encode_prompts(target, prompts(1), 10)
+    sampled = Sampling(0.8, 0.9, 20, seed=3)
+    profile(target, Boaster(target, prompts(1)), contexts, max_batch_tokens=2, sampling=sampled)
+    assert seen == [sampled] * 3  # the first step, then those of 1 and 2 tokens
