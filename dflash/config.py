@@ -6,6 +6,7 @@ the library nobody checks them again.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -141,7 +142,7 @@ class DFlashConfig:
                 "has to be converted first"
             )
         found = data.get("architectures") or []
-        if not set(cls.architectures) & set(found):
+        if not isinstance(found, list) or not any(name in found for name in cls.architectures):
             raise ValueError(
                 f"{where}: architectures is {found}, expected [{cls.architectures[0]!r}]"
             )
@@ -152,8 +153,8 @@ class DFlashConfig:
                 f"{where} lacks {', '.join(missing)}; a drafter cannot be read without guessing "
                 "them"
             )
-        _refuse_unsupported(own, where)
         _check_types(own, where)
+        _refuse_unsupported(own, where)
         return cls(
             **{key: own[key] for key in BACKBONE_KEYS},
             block_size=own["block_size"],
@@ -229,6 +230,9 @@ def read_rope(data: dict[str, Any], *, where: str) -> dict[str, Any]:
     """
     nested = data.get("rope_parameters")
     flat = data.get("rope_theta")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(data.get(key) or {}, dict):
+            raise ValueError(f"{where}: {key} is {data[key]!r}, expected an object")
     if nested is None:
         if flat is None:
             raise ValueError(
@@ -269,8 +273,10 @@ def _check_types(own: dict[str, Any], where: str) -> None:
     ids = own["target_layer_ids"]
     if not isinstance(ids, list) or any(type(k) is not int for k in ids):
         raise ValueError(f"{where}: target_layer_ids is {ids!r}, expected a list of layer numbers")
-    if not isinstance(own["rms_norm_eps"], float | int) or own["rms_norm_eps"] <= 0:
-        raise ValueError(f"{where}: rms_norm_eps is {own['rms_norm_eps']!r}, expected a number > 0")
+    for key in ("rms_norm_eps", "input_embedding_scale"):
+        value = own.get(key, 1.0)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{where}: {key} is {value!r}, expected a number above 0")
     if not isinstance(own.get("is_causal"), bool | None):
         raise ValueError(f"{where}: is_causal is {own['is_causal']!r}, expected true or false")
 
@@ -293,6 +299,11 @@ def _check_rope(rope: dict[str, Any]) -> None:
 
 def _refuse_unsupported(own: dict[str, Any], where: str) -> None:
     layer_types = own.get("layer_types") or []
+    if not isinstance(layer_types, list) or len(layer_types) not in (0, own["num_hidden_layers"]):
+        raise ValueError(
+            f"{where}: layer_types is {layer_types!r}, expected one for each of "
+            f"{own['num_hidden_layers']} layers"
+        )
     if any(kind != "full_attention" for kind in layer_types):
         raise ValueError(
             f"{where}: layer_types {sorted(set(layer_types))}; only full_attention is supported"

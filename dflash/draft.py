@@ -394,16 +394,16 @@ def rope_frequencies(config: DFlashConfig) -> tuple[Tensor, float]:
     )
     if rope["rope_type"] == "default":
         return 1.0 / rope["rope_theta"] ** exponent, 1.0
-    backbone = Qwen3Config(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(rope),
-    )
     # `load` builds the network on the meta device; these numbers are needed for real.
     with torch.device("cpu"):
         try:
+            backbone = Qwen3Config(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=dict(rope),
+            )
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](backbone, device=torch.device("cpu"))
         except KeyError as error:
             raise ValueError(f"rope_parameters {rope} lack {error}") from None

@@ -15,21 +15,33 @@ def read_weights(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of a drafter directory, one file or sharded, a leading `model.` dropped."""
     root = Path(directory)
     index = root / f"{WEIGHTS}.index.json"
-    files = (
-        [WEIGHTS]
-        if not index.is_file()
-        else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    )
+    files = [WEIGHTS] if not index.is_file() else _shards(index)
     tensors: dict[str, Tensor] = {}
     for name in files:
         if not (root / name).is_file():
             raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
         try:
             with safe_open(root / name, framework="pt") as file:
-                tensors |= {key.removeprefix("model."): file.get_tensor(key) for key in file.keys()}
+                for key in file.keys():
+                    short = key.removeprefix("model.")
+                    if short in tensors:
+                        raise ValueError(f"{root}: {short} is stored twice; keep one of them")
+                    tensors[short] = file.get_tensor(key)
         except SafetensorError as error:
             raise ValueError(f"{root / name}: not a whole safetensors file ({error})") from None
     return tensors
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that a shard index names, beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        bare = all(Path(name).name == name for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        names, bare = [], False
+    if not names or not bare:
+        raise ValueError(f"{index}: expected a weight_map from tensor names to files beside it")
+    return names
 
 
 def check_values(tensors: Mapping[str, Tensor], directory: str | Path) -> None:

@@ -79,7 +79,7 @@ def algorithm_of(directory: str | Path) -> Algorithm:
     """The algorithm of a drafter directory, by its `architectures`; ValueError for another one."""
     found = read_config(directory).get("architectures") or []
     for name, parts in ALGORITHMS.items():
-        if set(parts.config.architectures) & set(found):
+        if isinstance(found, list) and any(a in found for a in parts.config.architectures):
             return name
     known = ", ".join(parts.config.architectures[0] for parts in ALGORITHMS.values())
     raise ValueError(

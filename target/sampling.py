@@ -58,13 +58,15 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     lies. A row does not depend on the others. Temperature 0 has no distribution.
     """
     assert sampling.temperature > 0, "greedy decoding takes the argmax"
-    logits = logits.float() / sampling.temperature
+    logits = logits.float()
+    # From the largest on: a tiny temperature then gives 0 and -inf, not infinities of both signs.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k == 0 and sampling.top_p == 1.0:
         return torch.softmax(logits, dim=-1)
     likeliest, ids = _candidates(logits, sampling)
     # The first always stays: no mass lies before it.
     before = likeliest.cumsum(dim=-1) - likeliest
-    kept = likeliest * (before < sampling.top_p)
+    kept = likeliest * ((before < sampling.top_p) | (before == 0))
     kept = kept / kept.sum(dim=-1, keepdim=True)
     # Added, not written: rows padded by `_candidates` name a token again with probability 0.
     return torch.zeros_like(logits).scatter_add_(-1, ids, kept)

@@ -181,6 +181,15 @@ def test_the_published_layout_loads(saved: Path) -> None:
             "rope_scaling names",
         ),
         ({"rope_theta": 0, "rope_parameters": None}, "rope_theta is 0"),
+        ({"rope_parameters": [1]}, r"rope_parameters is \[1\], expected an object"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "'factor'",
+        ),
+        ({"architectures": 5}, "architectures is 5"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+        ({"layer_types": ["full_attention"]}, "one for each of 2 layers"),
     ],
 )
 def test_what_would_be_read_wrongly_is_refused(
@@ -284,3 +293,32 @@ def test_layers_are_copied_whole_or_not_at_all() -> None:
     assert torch.equal(draft.layers[0].self_attn.q_norm.weight, torch.ones(8))
     assert torch.equal(draft.layers[1].mlp.up_proj.weight, before)
     assert all(name.startswith("layers.0.") for name in copied)
+
+
+@pytest.mark.parametrize("scale", [0.0, "a", float("nan")])
+def test_an_embedding_scale_that_is_no_factor_is_refused(saved: Path, scale: object) -> None:
+    nested = json.loads((saved / "config.json").read_text())["dflash_config"]
+    edit(saved, dflash_config={**nested, "input_embedding_scale": scale})
+    with pytest.raises(ValueError, match="input_embedding_scale is"):
+        DFlashDraft.load(saved)
+
+
+def test_a_tensor_stored_twice_is_refused(saved: Path) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    double = {"model.norm.weight": torch.zeros(32)}
+    save_file({**tensors, **double}, saved / "model.safetensors")
+    with pytest.raises(ValueError, match="norm.weight is stored twice"):
+        DFlashDraft.load(saved)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}', "{"]
+)
+def test_a_shard_index_names_files_beside_it(saved: Path, index: str) -> None:
+    (saved / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="files beside it"):
+        DFlashDraft.load(saved)
+
+
+def test_others_can_read_what_was_saved(saved: Path) -> None:
+    assert (saved / "model.safetensors").stat().st_mode & 0o777 == 0o644

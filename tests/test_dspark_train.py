@@ -399,3 +399,23 @@ def test_a_carried_embedding_is_compared_with_the_targets(
     warm = recipe.draft.model_copy(update={"init_from": str(bad)})
     with pytest.raises(ValueError, match="another embedding or head"):
         make_draft(warm, target, 0)
+
+
+@pytest.mark.parametrize(("head", "weight"), [(True, "0"), (False, "1")])
+def test_a_warm_start_and_the_confidences_loss_go_together(
+    target_dir: Path, data: Path, tmp_path: Path, head: bool, weight: str
+) -> None:
+    first = recipe_of(
+        target_dir, data, tmp_path / "one", *DSPARK, f"draft.confidence_head={str(head).lower()}"
+    )
+    made_run(first, tmp_path / "one").draft.save(tmp_path / "draft")
+    again = recipe_of(
+        target_dir,
+        data,
+        tmp_path / "two",
+        "draft.algorithm=dspark",
+        f"draft.init_from={tmp_path / 'draft'}",
+        f"loss.confidence={weight}",
+    )
+    with pytest.raises(ValueError, match=f"set loss.confidence={1.0 if head else 0.0}"):
+        made_run(again, tmp_path / "two")

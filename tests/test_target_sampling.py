@@ -82,3 +82,13 @@ def test_temperature_0_takes_the_first_of_the_highest() -> None:
 def test_an_impossible_sampling_is_refused(values: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="expected temperature >= 0"):
         Sampling(*values)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1e-40), Sampling(1.0, top_p=1e-50), Sampling(1e-38, top_k=3)]
+)
+def test_extreme_options_are_the_argmax(sampling: Sampling) -> None:
+    logits = 10 * torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    probs = distribution(logits, sampling)
+    assert torch.equal(probs.argmax(1), logits.argmax(1))
+    torch.testing.assert_close(probs.sum(1), torch.ones(4))

@@ -16,8 +16,10 @@ import torch
 from accelerate import PartialState
 from toy_run import STEPS, final_state, made_run, recipe_of, worker, write_data, write_target
 
+from spec.target.model import Target
 from spec.train import loop
 from spec.train.loop import train
+from spec.train.measure import save_draft
 from spec.train.step import Run, train_step
 
 DSPARK = ("draft.algorithm=dspark", "draft.markov_rank=8")
@@ -181,6 +183,29 @@ def test_a_heldout_prompt_that_does_not_fit_is_left_out(
     train(recipe_of(target_dir, data, tmp_path / "run", both))
     with pytest.raises(ValueError, match="no held-out prompt of 1 leaves room"):
         train(recipe_of(target_dir, data, tmp_path / "none", f"data.heldout=[{long}]"))
+
+
+def test_a_run_in_which_nothing_changed_is_no_success(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="none of 6 steps changed the drafter"):
+        train(recipe_of(target_dir, data, tmp_path / "run", "train.seq_length=2"))
+
+
+def test_a_better_drafter_drops_the_calibration_of_the_last(
+    target_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run = made_run(recipe_of(target_dir, data, out), out)
+    (out / "draft").mkdir(parents=True)
+    for name in ("sts.json", "sps.json"):
+        (out / "draft" / name).write_text("{}")
+    save_draft(run.draft, run.state, run.recipe, out, Target.load(target_dir))
+    assert {p.name for p in (out / "draft").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "spec.json",
+    }
 
 
 def test_a_run_leaves_what_it_promises_and_nothing_else(

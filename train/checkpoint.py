@@ -58,6 +58,7 @@ def save_checkpoint(
         json.dumps({"state": asdict(state), "optimizers": scalars}, indent=1)
     )
     for path in scratch.iterdir():
+        path.chmod(0o644)  # safetensors makes files private
         _sync(path)
     if final.exists():
         shutil.rmtree(final)

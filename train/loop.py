@@ -87,8 +87,14 @@ def _run(recipe: Recipe, processes: PartialState, *, resume: bool) -> Path:
         ended = _loop(session)
     if progress is not None:
         progress.close()
-        if ended:
-            close_run(recipe, out, target, material)
+    if ended and run.state.empty_steps + run.state.skipped_steps >= run.state.step:
+        raise ValueError(
+            f"none of {run.state.step} steps changed the drafter: {run.state.empty_steps} had no "
+            f"label and {run.state.skipped_steps} no finite gradient; look at train.seq_length and "
+            "the data"
+        )
+    if progress is not None and ended:
+        close_run(recipe, out, target, material)
     processes.wait_for_everyone()
     return out
 

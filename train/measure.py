@@ -15,6 +15,8 @@ from accelerate.utils import gather_object
 from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt, encode_prompt
 from ..dflash.draft import DFlashDraft
+from ..dspark.calibration import STS
+from ..dspark.schedule import SPS
 from ..eval.acceptance import Rounds
 from ..eval.acceptance import measure as measure_rounds
 from ..eval.decode import speculate
@@ -88,8 +90,13 @@ def keep_best(state: TrainState, tau: Measured) -> bool:
 def save_draft(
     draft: DFlashDraft, state: TrainState, recipe: Recipe, out: Path, target: Target
 ) -> None:
-    """Write `out/draft`, ready to load, with its provenance."""
+    """Write `out/draft`, ready to load, with its provenance.
+
+    A calibration of the weights that were there before is no longer true and goes.
+    """
     draft.save(out / "draft")
+    for name in (STS, SPS):
+        (out / "draft" / name).unlink(missing_ok=True)
     write_provenance(out, recipe, target, state)
 
 

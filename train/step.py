@@ -92,6 +92,7 @@ def make_run(recipe: Recipe, target: Target, draft: DFlashDraft, material: Mater
     """
     section, dtype = recipe.train, DTYPES[recipe.train.dtype]
     check_mask_token(draft.config.mask_token_id, target, material)
+    check_confidence(recipe, draft)
     if recipe.teacher is not None:
         target.check_teacher(material.rows[0].input_ids[:64])
     masters = Masters(draft, dtype)
@@ -157,6 +158,20 @@ def check_mask_token(mask: int, target: Target, material: Material) -> None:
         raise ValueError(
             f"mask token {mask} occurs in the data (row {user}); set draft.mask_token_id to a "
             "free one"
+        )
+
+
+def check_confidence(recipe: Recipe, draft: DFlashDraft) -> None:
+    """ValueError for a confidence head without a loss, or a loss without a head.
+
+    The recipe cannot tell where the drafter is a warm start.
+    """
+    weight = recipe.loss.confidence
+    has_head = any(name.startswith("confidence_head.") for name, _ in draft.named_parameters())
+    if weight is not None and bool(weight) != has_head:
+        raise ValueError(
+            f"the drafter has {'a' if has_head else 'no'} confidence head and loss.confidence is "
+            f"{weight}; set loss.confidence={1.0 if has_head else 0.0}"
         )
 
 
