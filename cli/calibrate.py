@@ -7,7 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from . import show
-from .options import DtypeOption, JsonOption, LimitOption, PromptsOption, TargetOption
+from .options import (
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    PromptsOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 
 EXAMPLE = "Example: `spec calibrate -t ./model -d runs/a/draft -p code.jsonl`"
 PLAN_EXAMPLE = "Example: `spec plan verify --survival calibration.json --sps sps.json -o plan`"
@@ -44,10 +54,10 @@ def calibrate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest of this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 0,
     profile: Annotated[
         bool, typer.Option("--profile/--no-profile", help="Time steps and write sps.json.")
     ] = True,

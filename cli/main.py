@@ -16,7 +16,17 @@ from typing import Annotated
 import typer
 
 from . import calibrate, export, show
-from .options import DtypeOption, JsonOption, LimitOption, PromptsOption, TargetOption
+from .options import (
+    DtypeOption,
+    JsonOption,
+    LimitOption,
+    PromptsOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -150,8 +160,8 @@ def regenerate(
     out: Annotated[Path, typer.Option("--out", "-o", help="Rows to write, .jsonl.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers generated at a time.")] = 32,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
     limit: LimitOption = None,
     dtype: DtypeOption = "float32",
     as_json: JsonOption = False,
@@ -194,10 +204,10 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Requests decoded at a time.")] = 8,
     num_draft_tokens: Annotated[int, typer.Option(min=1, help="Proposals of ngram.")] = 7,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest of this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from so many; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: TemperatureOption = 0.0,
+    top_p: TopPOption = 1.0,
+    top_k: TopKOption = 0,
+    seed: SeedOption = 0,
     threshold: Annotated[
         float | None,
         typer.Option(

@@ -20,3 +20,7 @@ DtypeOption = Annotated[
     Literal["float32", "bfloat16"], typer.Option(help="Compute dtype of the target.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+TopPOption = Annotated[float, typer.Option(help="Sample from the likeliest of this mass.")]
+TopKOption = Annotated[int, typer.Option(min=0, help="Sample from so many; 0: all.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.")]

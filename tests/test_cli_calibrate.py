@@ -4,43 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+from toy_drafter import drafter
 from typer.testing import CliRunner
 
 from spec.cli.main import app
-from spec.dspark.config import DSparkConfig
-from spec.dspark.draft import DSparkDraft
 from spec.eval.sts import weights_digest
-from spec.target.model import Target
 from spec.target.tiny import make_tiny_target
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_target(tmp_path_factory.mktemp("calibrate") / "target", steps=2)
-
-
-def drafter(target: Path, directory: Path, *, confidence: bool) -> Path:
-    loaded = Target.load(str(target))
-    torch.manual_seed(0)
-    config = DSparkConfig(
-        hidden_size=loaded.hidden_size,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=loaded.vocab_size,
-        block_size=3,
-        target_layer_ids=(1,),
-        num_target_layers=loaded.num_layers,
-        mask_token_id=loaded.vocab_size - 1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        markov_rank=4,
-        enable_confidence_head=confidence,
-    )
-    DSparkDraft(config).save(directory)
-    return directory
 
 
 def run(*arguments: str | Path) -> str:

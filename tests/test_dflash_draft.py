@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_drafter import SHAPE, dflash_config
+from toy_drafter import SHAPE, dflash_config, edit
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -24,16 +24,6 @@ def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     DFlashDraft(dflash_config()).save(tmp_path / "draft")
     return tmp_path / "draft"
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    for key, value in changes.items():
-        data.pop(key, None)
-        if value is not None:
-            data[key] = value
-    path.write_text(json.dumps(data))
 
 
 def test_saved_and_loaded_is_the_same_drafter(saved: Path) -> None:

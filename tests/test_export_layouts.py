@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toy_drafter import SHAPE, dflash_config, dspark_config
+from toy_drafter import SHAPE, dflash_config, dspark_config, edit
 
 from spec.dflash.config import DFlashConfig
 from spec.dflash.draft import DFlashDraft
@@ -58,16 +58,6 @@ def carried(name: LayoutName) -> dict[str, Tensor] | None:
     weight = torch.arange(64 * 32.0).reshape(64, 32) / 2048
     both = {"embed_tokens.weight": weight, "lm_head.weight": weight}
     return both if LAYOUTS[name].carries_target else None
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    for key, value in changes.items():
-        data.pop(key, None)
-        if value is not None:
-            data[key] = value
-    path.write_text(json.dumps(data))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

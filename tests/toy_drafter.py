@@ -1,9 +1,15 @@
 """The toy shape that tests of drafters share."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from spec.dflash.config import DFlashConfig
 from spec.dspark.config import DSparkConfig
+from spec.dspark.draft import DSparkDraft
+from spec.target.model import Target
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -33,3 +39,38 @@ def dflash_config(**changes: Any) -> DFlashConfig:
 
 def dspark_config(**changes: Any) -> DSparkConfig:
     return DSparkConfig(**{**SHAPE, **HEADS, **changes})
+
+
+def drafter(target: Path, directory: Path, *, confidence: bool) -> Path:
+    """Save a random DSpark drafter that fits a target directory."""
+    loaded = Target.load(str(target))
+    torch.manual_seed(0)
+    config = DSparkConfig(
+        hidden_size=loaded.hidden_size,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=loaded.vocab_size,
+        block_size=3,
+        target_layer_ids=(1,),
+        num_target_layers=loaded.num_layers,
+        mask_token_id=loaded.vocab_size - 1,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        markov_rank=4,
+        enable_confidence_head=confidence,
+    )
+    DSparkDraft(config).save(directory)
+    return directory
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change keys of a drafter's config.json; None takes one away."""
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    for key, value in changes.items():
+        data.pop(key, None)
+        if value is not None:
+            data[key] = value
+    path.write_text(json.dumps(data))
