@@ -1,0 +1,282 @@
+"""Start a serving engine in its own environment, wait until it answers, talk to it, end it.
+
+The engine (SGLang) pins packages of its own, so it is never imported: it runs as a subprocess of
+another interpreter, in a process group of its own that ends with the `with` block, whatever
+happens inside. Capture, the parity gate and `spec serve` all start it here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+HOST = "127.0.0.1"
+# `/health` answers before the warm-up request has run; this line does not come before.
+READY = "The server is fired up and ready to roll!"
+GRACE = 10.0  # seconds between asking the engine to end and ending it
+# Of our interpreter; in the engine's they would make it import our packages.
+NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*")
+# What works without a GPU; the attention and sampling that need no kernels.
+CPU_ARGUMENTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--max-total-tokens", "8192"),
+)
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+PR_SET_PDEATHSIG = 1
+
+
+class EngineError(ValueError):
+    """The engine did not start, ended, or refused a request; one line with its own words."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a server: `python -m sglang.launch_server` with these arguments."""
+
+    python: str  # of the engine's environment
+    arguments: tuple[str, ...]  # without host and port
+    environment: Mapping[str, str] = field(default_factory=dict)  # on top of ours
+    host: str = HOST
+    port: int = 30000
+
+    @property
+    def command(self) -> list[str]:
+        address = ("--host", self.host, "--port", str(self.port))
+        return [self.python, "-m", "sglang.launch_server", *self.arguments, *address]
+
+    def shell(self) -> str:
+        """The command as it can be pasted into a shell, one option a line."""
+        words = [shlex.quote(word) for word in self.command]
+        breaks = [" \\\n  " if word.startswith("--") else " " for word in words]
+        named = [f"{key}={shlex.quote(value)} " for key, value in sorted(self.environment.items())]
+        return "".join(named) + "".join(b + w for b, w in zip(breaks, words, strict=True))[1:]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the engine answered to one request, and what it counted."""
+
+    output_ids: list[int]
+    meta: dict[str, Any]
+
+    @property
+    def histogram(self) -> list[int]:
+        """Rounds by number of accepted drafts; empty where nothing was drafted."""
+        return list(self.meta.get("spec_correct_drafts_histogram") or [])
+
+
+class Engine:
+    """Context manager: a running server. Entering returns when it really answers.
+
+    Everything it prints goes to `log`, and line by line to `echo`. Raises EngineError where it
+    ends or says nothing for `timeout` seconds before it is ready.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        log: Path,
+        timeout: float = 600.0,
+        echo: Callable[[str], None] | None = None,
+    ) -> None:
+        self.launch = launch
+        self.log = log
+        self.timeout = timeout
+        self._echo = echo
+        self._ready = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if shutil.which(self.launch.python) is None:
+            raise EngineError(
+                f"{self.launch.python}: no such interpreter; give the python of an environment "
+                "that has sglang"
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            self.launch.command,
+            env=environment(self.launch.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the whole process group: politely, then not."""
+        process = self._process
+        if process is None:
+            return
+        # Only its leader is asked: workers that end first would be reported as crashed.
+        process.terminate()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _kill_group(process.pid)
+            process.wait()
+        if self._reader is not None:
+            self._reader.join(timeout=GRACE)
+
+    @property
+    def url(self) -> str:
+        host = HOST if self.launch.host in ("0.0.0.0", "::") else self.launch.host
+        return f"http://{host}:{self.launch.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server, which leads its process group."""
+        return self._running.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        return self._running.poll()
+
+    def wait(self) -> int:
+        """Until it ends by itself; its exit code."""
+        return self._running.wait()
+
+    def get(self, path: str, *, timeout: float = 60.0) -> Any:
+        """GET, parsed from JSON. Raises EngineError as `post`."""
+        return self._ask(urllib.request.Request(self.url + path), timeout)
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
+        """POST JSON, parsed from JSON. Raises EngineError for a refusal or a dead engine."""
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        return self._ask(urllib.request.Request(self.url + path, data, headers), timeout)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        timeout: float = 600.0,
+        sampling: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """Greedy answers to prompts of token ids, sent as one batch; in their order.
+
+        `sampling` adds to the request's sampling parameters, `options` to the request.
+        """
+        asked = {"temperature": 0.0, "max_new_tokens": max_new_tokens, **(sampling or {})}
+        body = {"input_ids": [list(ids) for ids in prompts], "sampling_params": asked, **options}
+        answers = self.post("/generate", body, timeout=timeout)
+        if not isinstance(answers, list) or len(answers) != len(prompts):
+            raise EngineError(f"{len(prompts)} prompts asked, the engine answered {answers!r:.200}")
+        return [Answer(list(each["output_ids"]), each["meta_info"]) for each in answers]
+
+    @property
+    def _running(self) -> subprocess.Popen[str]:
+        assert self._process is not None, "the engine runs inside its `with` block only"
+        return self._process
+
+    def _ask(self, request: urllib.request.Request, timeout: float) -> Any:
+        # No proxy of the environment stands between us and our own process.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=timeout) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            words = " ".join(error.read().decode(errors="replace").split())[:300]
+            raise EngineError(f"the engine refused {request.selector}: {words}") from None
+        except (OSError, ValueError) as error:
+            ended = self.returncode is not None
+            state = f"it has ended: {self.last_words()}" if ended else "it still runs"
+            raise EngineError(
+                f"no answer from the engine to {request.selector} ({error}); {state}; its log is "
+                f"{self.log}"
+            ) from None
+
+    def _read(self) -> None:
+        stream = self._running.stdout
+        assert stream is not None
+        with self.log.open("w", encoding="utf-8") as log:
+            for line in stream:
+                log.write(line)
+                log.flush()
+                if READY in line:
+                    self._ready.set()
+                if self._echo is not None:
+                    self._echo(line.rstrip("\n"))
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + self.timeout
+        while not self._ready.wait(0.1):
+            if self.returncode is not None:
+                assert self._reader is not None
+                self._reader.join(timeout=GRACE)
+                raise EngineError(
+                    f"the engine ended with exit code {self.returncode} before it was ready: "
+                    f"{self.last_words()}; its log is {self.log}"
+                )
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"the engine was not ready after {self.timeout:g} seconds: {self.last_words()};"
+                    f" its log is {self.log}"
+                )
+
+    def last_words(self) -> str:
+        """The line of the log that says why it failed: its last error, else its last line."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        said = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in said if ERROR_LINE.match(line)]
+        return (errors or said or ["it printed nothing"])[-1][:400]
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Our environment for another interpreter, with `more` on top."""
+    kept = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    return kept | dict(more)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    """In the child: end when the thread that started it does, even where that was killed."""
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    except (OSError, AttributeError):
+        pass  # not Linux: the `with` block alone ends it
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # all of them have gone
