@@ -35,7 +35,7 @@ def markdown(report: Report) -> str:
         "",
         f"Engine {report['engine']}, algorithm {report['algorithm']}, "
         f"{report['num_draft_tokens']} draft tokens a round{_verified(report)}, "
-        f"{_sampling(report)}, {report['dtype']}, {report['device']} with "
+        f"{sampling_text(report)}, {report['dtype']}, {report['device']} with "
         f"{report['num_threads']} thread(s), batch size {report['batch_size']}, at most "
         f"{report['max_new_tokens']} new tokens. Acceptance length counts the bonus token; 95 % "
         "intervals by "
@@ -43,7 +43,7 @@ def markdown(report: Report) -> str:
         + "".join(f" ({n} {reason})" for reason, n in report["num_skipped"].items())
         + ".",
         "",
-        *_table(
+        *table(
             ("group", "requests", "rounds", "tokens", *COLUMNS),
             [[name, *_row(group)] for name, group in report["groups"].items()],
         ),
@@ -51,7 +51,7 @@ def markdown(report: Report) -> str:
     if report.get("comparisons"):
         compared = [report, *report["comparisons"]]
         lines += ["", "## Compared on the same prompts", ""]
-        lines += _table(
+        lines += table(
             ("drafter", "draft tokens", *COLUMNS),
             [
                 [r["draft"], str(r["num_draft_tokens"]), *_row(r["groups"]["all"])[3:]]
@@ -63,8 +63,8 @@ def markdown(report: Report) -> str:
         ("Conditional acceptance at k, given k - 1 kept", "conditional_acceptance_at"),
     ):
         positions = [str(k) for k in range(1, report["num_draft_tokens"] + 1)]
-        rows = [[n, *map(_share, group[key])] for n, group in report["groups"].items()]
-        lines += ["", f"## {title}", "", *_table(("group", *positions), rows)]
+        rows = [[n, *map(share, group[key])] for n, group in report["groups"].items()]
+        lines += ["", f"## {title}", "", *table(("group", *positions), rows)]
     return "\n".join([*lines, "", "![Acceptance by position](acceptance.png)", ""])
 
 
@@ -77,7 +77,7 @@ def _verified(report: Report) -> str:
     return f", of which {mean:.2f} verified ({report['schedule']})"
 
 
-def _sampling(report: Report) -> str:
+def sampling_text(report: Report) -> str:
     parts = [f"temperature {report['temperature']:g}"]
     if report["temperature"] > 0:
         if report["top_p"] < 1:
@@ -94,11 +94,11 @@ def _row(group: dict[str, Any]) -> list[str]:
         str(group["num_rounds"]),
         str(group["num_tokens"]),
         length_text(group),
-        _share(group["acceptance_rate"]),
+        share(group["acceptance_rate"]),
         f"{group['tokens_per_second']:.1f}",
         f"{group['baseline_tokens_per_second']:.1f}",
         f"{group['speedup']:.2f}x",
-        _share(group["equal_to_plain"]),
+        share(group["equal_to_plain"]),
     ]
 
 
@@ -110,11 +110,11 @@ def length_text(group: dict[str, Any]) -> str:
     return f"{group['acceptance_length']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     marks = ["---", *["---:"] * (len(header) - 1)]
     return [f"| {' | '.join(row)} |" for row in [header, marks, *cells]]

@@ -14,6 +14,7 @@ from .check_target import check_target
 from .check_weights import EIGHT_BITS, broken_tensors, check_weights
 from .findings import READERS, Engine, Finding, Subject, defect
 from .layouts import detect, parts_of, read_native
+from .serving import sglang_options
 
 SLOTS = {
     False: "slot 0 (the anchor) drafts nothing, slot j the token at anchor + j",
@@ -55,8 +56,8 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
     return Report(facts_of(subject, engine), sorted(told, key=lambda f: order.index(f.severity)))
 
 
-def look_at(directory: Path) -> Subject:
-    """Read config.json and every tensor once. Raises as `check`."""
+def look_at(directory: Path, *, values: bool = True) -> Subject:
+    """Read config.json and every tensor once; without `values` only headers. Raises as `check`."""
     data, where = read_config(directory), str(directory / "config.json")
     layout = detect(data, where=where)
     native, refusal = data, None
@@ -74,7 +75,7 @@ def look_at(directory: Path) -> Subject:
         ) from None
     if not tensors:
         raise FileNotFoundError(f"no drafter weights at {directory}: no *.safetensors with tensors")
-    broken = broken_tensors(directory, tensors)
+    broken = broken_tensors(directory, tensors) if values else ()
     return Subject(directory, data, own, layout, labelled_dspark(data), tensors, broken, refusal)
 
 
@@ -185,8 +186,10 @@ def _options(s: Subject, engine: Engine, drafts: int | None) -> str | None:
         return f"num_speculative_tokens {drafts}"
     if engine != "sglang":
         return None
-    algorithm = "DSPARK" if s.is_dspark else "DFLASH"
-    options = f"--speculative-algorithm {algorithm} --speculative-num-draft-tokens {drafts + 1}"
-    # Without this one a drafter takes over the target's quantization.
-    unquantized = not any(stored.dtype in EIGHT_BITS for stored in s.tensors.values())
-    return options + (" --speculative-draft-model-quantization unquant" if unquantized else "")
+    algorithm = "dspark" if s.is_dspark else "dflash"
+    return " ".join(sglang_options(algorithm, drafts, quantized=is_quantized(s.tensors)))
+
+
+def is_quantized(tensors: dict[str, Stored]) -> bool:
+    """Whether a file has eight-bit weights."""
+    return any(stored.dtype in EIGHT_BITS for stored in tensors.values())
