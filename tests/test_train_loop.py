@@ -225,6 +225,9 @@ def test_a_run_leaves_what_it_promises_and_nothing_else(
     assert str(tmp_path) not in json.dumps(provenance)
     assert str(target_dir.parent) not in json.dumps(provenance)
     assert str(data) not in json.dumps(provenance)
+    (source,) = provenance["training_data"]["sources"]
+    assert (source["kind"], source["names"], source["num_rows"]) == ("rows", ["rows.jsonl"], 24)
+    assert provenance["training_data"]["longest_sequence"] == source["longest_row"] <= 64
     assert {p.name for p in (out / "draft").iterdir()} == {
         "config.json",
         "model.safetensors",

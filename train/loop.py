@@ -139,7 +139,8 @@ def _evaluate(session: Session) -> None:
     if session.progress is None:
         return
     if best:
-        save_draft(run.draft, state, run.recipe, session.out, session.target)
+        sources = session.material.sources
+        save_draft(run.draft, state, run.recipe, session.out, session.target, sources)
     session.progress.record(
         {
             "step": state.step,

@@ -18,11 +18,12 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from ..data.cache import CacheReader
 from ..data.conversations import prepare
-from ..data.jsonl import atomic_file, count_reasons
+from ..data.jsonl import Rejected, atomic_file, count_reasons
 from ..data.loader import seeded
 from ..data.manifest import describe_inputs
 from ..data.prompts import EncodedPrompt, Prompt, encode_prompts, read_prompts
 from ..data.rows import Row, read_rows
+from ..data.sources import Kind, Source, describe_source, stated_temperatures
 from ..data.stdlib import Split, stdlib_prompts
 from ..dflash.config import DFlashConfig
 from ..recipes.schema import Recipe
@@ -45,6 +46,7 @@ class Material:
     heldout: list[Prompt]
     cache: CacheReader
     cpu_seconds: float  # that answering the prompts took, of all processes
+    sources: tuple[Source, ...] = ()  # what the rows are, by kind and size
 
 
 def open_target(recipe: Recipe, out: Path, state: PartialState) -> Target:
@@ -105,7 +107,7 @@ def gather_material(
     if state.is_main_process:
         check_inputs(recipe, out, target)
     state.wait_for_everyone()
-    files = [Path(name) for name in data.rows]
+    files: dict[Kind, list[Path]] = {"rows": [Path(name) for name in data.rows]}
     if data.conversations:
         encoded = folder / "conversations.jsonl"
         if state.is_main_process and not encoded.exists():
@@ -117,39 +119,66 @@ def gather_material(
                 trust_remote_code=recipe.target.trust_remote_code,
             )
         state.wait_for_everyone()
-        files.append(encoded)
+        files["conversations"] = [encoded]
     prompts = _prompts(recipe, "train")
     if prompts:
         answer_share(recipe, out, target, prompts, layer_ids, state)
         # A process whose share was empty, or that the deadline met early, has an empty file.
-        files += [p for p in sorted(folder.glob("answers-*.jsonl")) if p.stat().st_size]
-    found = [read_rows(path, target.vocab_size) for path in files]
-    rejected = [bad for file in found for bad in file.rejected]
-    if rejected and state.is_main_process:
-        reasons = count_reasons(rejected)
-        print(
-            f"data: {len(rejected)} rows rejected: {reasons}, first {rejected[0]}", file=sys.stderr
-        )
-    rows = _checked([row for file in found for row in file.rows])
-    kept = sorted((r for r in rows if len(r.input_ids) <= data.max_length), key=lambda row: row.id)
-    if len(kept) < len(rows) and state.is_main_process:
-        print(
-            f"data: {len(rows) - len(kept)} rows longer than data.max_length={data.max_length} "
-            "left out",
-            file=sys.stderr,
-        )
-    rows = kept
-    if not any(row.num_supervised > 1 for row in rows):
-        raise ValueError(
-            "no row has two tokens in a row that the target generated: there is nothing to learn "
-            "from"
-        )
+        files["answers"] = [p for p in sorted(folder.glob("answers-*.jsonl")) if p.stat().st_size]
+    rows, sources = _read_files(recipe, files, target.vocab_size, aloud=state.is_main_process)
     done = folder / "answers.done"
     cpu_seconds = json.loads(done.read_text())["cpu_seconds"] if done.exists() else 0.0
     cache = CacheReader(feature_folder(out, layer_ids), recipe.teacher)
     # The bonus token after the last proposal has a position, too.
     heldout = _heldout(recipe, target, room=config.num_draft_tokens + 1)
-    return Material(rows, heldout, cache, cpu_seconds)
+    return Material(rows, heldout, cache, cpu_seconds, sources)
+
+
+def _read_files(
+    recipe: Recipe, files: dict[Kind, list[Path]], vocab_size: int, *, aloud: bool
+) -> tuple[list[Row], tuple[Source, ...]]:
+    """The rows of all files in order of id, and what they are; with `aloud` says what is left out.
+
+    Raises ValueError where there is nothing to learn from.
+    """
+    data = recipe.data
+    names: dict[Kind, list[str]] = {
+        "rows": data.rows,
+        "conversations": data.conversations,
+        "answers": data.prompts,
+    }
+    rejected: list[Rejected] = []
+    everything: list[Row] = []
+    kept: list[Row] = []
+    sources: list[Source] = []
+    for kind, paths in files.items():
+        found = [read_rows(path, vocab_size) for path in paths]
+        rejected += [bad for file in found for bad in file.rejected]
+        rows = [row for file in found for row in file.rows]
+        short = [row for row in rows if len(row.input_ids) <= data.max_length]
+        everything += rows
+        kept += short
+        if short:
+            temperatures = stated_temperatures(paths)
+            sources.append(describe_source(kind, names[kind], short, temperatures))
+    if rejected and aloud:
+        reasons = count_reasons(rejected)
+        print(
+            f"data: {len(rejected)} rows rejected: {reasons}, first {rejected[0]}", file=sys.stderr
+        )
+    _check_ids(everything)
+    if len(kept) < len(everything) and aloud:
+        print(
+            f"data: {len(everything) - len(kept)} rows longer than data.max_length="
+            f"{data.max_length} left out",
+            file=sys.stderr,
+        )
+    if not any(row.num_supervised > 1 for row in kept):
+        raise ValueError(
+            "no row has two tokens in a row that the target generated: there is nothing to learn "
+            "from"
+        )
+    return sorted(kept, key=lambda row: row.id), tuple(sources)
 
 
 def check_inputs(recipe: Recipe, out: Path, target: Target) -> None:
@@ -172,8 +201,8 @@ def check_inputs(recipe: Recipe, out: Path, target: Target) -> None:
         )
 
 
-def _checked(rows: list[Row]) -> list[Row]:
-    """The rows; ValueError when two have one id: features are kept by id."""
+def _check_ids(rows: list[Row]) -> None:
+    """ValueError when two rows have one id: features are kept by id."""
     counts = Counter(row.id for row in rows)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
@@ -181,7 +210,6 @@ def _checked(rows: list[Row]) -> list[Row]:
             f"{len(repeated)} row ids occur more than once over all sources of rows, first "
             f"{repeated[0]!r}; give each row its own id"
         )
-    return rows
 
 
 def _prompts(recipe: Recipe, split: Split) -> list[Prompt]:

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 
 from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt, encode_prompt
+from ..data.sources import Source
 from ..dflash.draft import DFlashDraft
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
@@ -88,7 +89,12 @@ def keep_best(state: TrainState, tau: Measured) -> bool:
 
 
 def save_draft(
-    draft: DFlashDraft, state: TrainState, recipe: Recipe, out: Path, target: Target
+    draft: DFlashDraft,
+    state: TrainState,
+    recipe: Recipe,
+    out: Path,
+    target: Target,
+    sources: Sequence[Source] = (),
 ) -> None:
     """Write `out/draft`, ready to load, with its provenance.
 
@@ -97,7 +103,7 @@ def save_draft(
     draft.save(out / "draft")
     for name in (STS, SPS):
         (out / "draft" / name).unlink(missing_ok=True)
-    write_provenance(out, recipe, target, state)
+    write_provenance(out, recipe, target, state, sources)
 
 
 def _without_folders(value: Any) -> Any:
@@ -110,12 +116,20 @@ def _without_folders(value: Any) -> Any:
     return Path(value).name if local else value
 
 
-def write_provenance(out: Path, recipe: Recipe, target: Target, state: TrainState) -> None:
+def write_provenance(
+    out: Path, recipe: Recipe, target: Target, state: TrainState, sources: Sequence[Source]
+) -> None:
     """`draft/spec.json`: what this drafter was made from. No paths."""
     manifests = sorted((out / "data").glob("*.manifest.json"))
     record = {
         "recipe": _without_folders(recipe.model_dump(mode="json", exclude={"out"})),
         "data": {path.name: json.loads(path.read_text()) for path in manifests},
+        "training_data": {
+            "longest_sequence": min(
+                recipe.train.seq_length, max((s.longest_row for s in sources), default=0)
+            ),
+            "sources": [asdict(source) for source in sources],
+        },
         "target": {"name": target.name, "revision": target_revision(target.path)},
         "step": state.step,
         "heldout_acceptance_length": state.best_acceptance,
