@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, export, show
+from . import calibrate, export, quantize, serve, show
 from .options import (
     DtypeOption,
     JsonOption,
@@ -266,3 +266,5 @@ app.add_typer(calibrate.plan, name="plan")
 app.command(epilog=export.CHECK_EXAMPLE)(export.check)
 app.command(epilog=export.EXPORT_EXAMPLE)(export.export)
 app.command("import", epilog=export.IMPORT_EXAMPLE)(export.import_)
+app.command(epilog=quantize.EXAMPLE)(quantize.quantize)
+app.command(epilog=serve.EXAMPLE)(serve.serve)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from .fp8 import Quantization
+
 BACKBONE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -50,6 +52,7 @@ class DFlashConfig:
     max_position_embeddings: int = 32768
     is_causal: bool = False
     input_embedding_scale: float = 1.0
+    quantization: Quantization | None = None
 
     architectures: ClassVar[tuple[str, ...]] = ("DFlashDraftModel",)  # the first is written
     required_keys: ClassVar[tuple[str, ...]] = (
@@ -78,6 +81,7 @@ class DFlashConfig:
                 "`spec inspect TARGET` lists free ones"
             )
         _check_rope(self.rope_parameters)
+        _check_quantization(self)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -97,7 +101,7 @@ class DFlashConfig:
     def to_json(self, dtype: str) -> dict[str, Any]:
         """The content of `config.json`.
 
-        `dtype` is that of the weights beside it ("float32", "bfloat16").
+        `dtype` is that of the weights beside it ("float32", "bfloat16"), FP8 ones left aside.
         """
         return {
             "architectures": [self.architectures[0]],
@@ -116,6 +120,7 @@ class DFlashConfig:
             "block_size": self.block_size,
             "num_target_layers": self.num_target_layers,
             **self._own_keys(),
+            **({"quantization_config": self.quantization.to_json()} if self.quantization else {}),
             "dtype": dtype,
         }
 
@@ -164,6 +169,7 @@ class DFlashConfig:
             rope_parameters=read_rope(data, where=where),
             is_causal=own.get("is_causal") or False,
             input_embedding_scale=float(own.get("input_embedding_scale", 1.0)),
+            quantization=Quantization.from_json(data.get("quantization_config"), where),
             **cls._read_own(own, where),
         )
 
@@ -295,6 +301,17 @@ def _check_rope(rope: dict[str, Any]) -> None:
             "whole head, "
             "so such a drafter would be served wrongly"
         )
+
+
+def _check_quantization(config: DFlashConfig) -> None:
+    obstacle = config.quantization and config.quantization.obstacle(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads * config.head_dim,
+        kv_heads=config.num_key_value_heads * config.head_dim,
+        inner=config.intermediate_size,
+    )
+    if obstacle:
+        raise ValueError(obstacle)
 
 
 def _refuse_unsupported(own: dict[str, Any], where: str) -> None:

@@ -28,6 +28,7 @@ from transformers.models.qwen3 import Qwen3Config
 from .attention import Group, block_attention
 from .config import DFlashConfig
 from .files import WEIGHTS, check_tensors, check_values, read_weights
+from .fp8 import has_own_dtype, projection
 
 INIT_STD = 0.02
 
@@ -57,10 +58,11 @@ class Attention(nn.Module):
             heads * config.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads)
         )
-        self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+        hidden, fp8 = config.hidden_size, config.quantization
+        self.q_proj = projection(fp8, "q_proj", hidden, width)
+        self.k_proj = projection(fp8, "k_proj", hidden, kv_width)
+        self.v_proj = projection(fp8, "v_proj", hidden, kv_width)
+        self.o_proj = projection(fp8, "o_proj", width, hidden)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -79,9 +81,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        hidden, inner, fp8 = config.hidden_size, config.intermediate_size, config.quantization
+        self.gate_proj = projection(fp8, "gate_proj", hidden, inner)
+        self.up_proj = projection(fp8, "up_proj", hidden, inner)
+        self.down_proj = projection(fp8, "down_proj", inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -327,13 +330,15 @@ class DFlashDraft(nn.Module):
 
     def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write `config.json` and `model.safetensors` (each replaced atomically) so that `load` and
-        engines read them.
+        engines read them. `dtype` is that of all but FP8 weights and their scales.
         """
         dtype = dtype or self.dtype
         out = Path(directory)
         out.mkdir(parents=True, exist_ok=True)
         tensors = {
-            name: value.detach().to("cpu", dtype).contiguous()
+            name: value.detach()
+            .to("cpu", value.dtype if has_own_dtype(name, value) else dtype)
+            .contiguous()
             for name, value in self.state_dict().items()
         }
         with tempfile.TemporaryDirectory(dir=out) as scratch:
@@ -359,7 +364,7 @@ class DFlashDraft(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> Self:
-        """Load a drafter directory, strictly; `dtype` None keeps the file's.
+        """Load a drafter directory, strictly; `dtype` None keeps the file's, FP8 weights stay so.
 
         Raises ValueError that lists every missing and unexpected tensor, or the first shape that
         does not fit.
@@ -373,7 +378,11 @@ class DFlashDraft(nn.Module):
         check_values(tensors, directory)
         kept = dtype or tensors["fc.weight"].dtype
         draft.load_state_dict(
-            {name: value.to(device, kept) for name, value in tensors.items()}, assign=True
+            {
+                name: value.to(device, value.dtype if has_own_dtype(name, value) else kept)
+                for name, value in tensors.items()
+            },
+            assign=True,
         )
         draft.carried = carried
         return draft.eval()

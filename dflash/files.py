@@ -8,6 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .fp8 import E4M3, SCALE_NAMES
+
 WEIGHTS = "model.safetensors"
 
 
@@ -45,16 +47,36 @@ def _shards(index: Path) -> list[str]:
 
 
 def check_values(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Raise ValueError unless all weights are finite numbers of one floating-point type."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values()}
+    """Raise ValueError unless all weights are finite numbers of one floating-point type.
+
+    Of those with a scale the weight is e4m3 and the scale float32, finite and above 0.
+    """
+    scales = {n: value for n, value in tensors.items() if n.rpartition(".")[2] in SCALE_NAMES}
+    scaled = {f"{name.rpartition('.')[0]}.weight" for name in scales}
+    rest = {str(v.dtype) for n, v in tensors.items() if n not in scales and n not in scaled}
+    dtypes = {dtype.removeprefix("torch.") for dtype in rest}
     if len(dtypes) > 1 or not dtypes <= {"float32", "bfloat16", "float16"}:
         raise ValueError(
             f"{directory}: the weights are {', '.join(sorted(dtypes))}; expected all of them in "
             "one of float32, bfloat16, float16"
         )
-    broken = [name for name, value in tensors.items() if not value.isfinite().all()]
+    # e4m3 itself has no test for NaN.
+    wide = (v if v.element_size() > 1 else v.float() for v in tensors.values())
+    broken = [name for name, value in zip(tensors, wide, strict=True) if not value.isfinite().all()]
     if broken:
         raise ValueError(f"{directory}: {broken[0]} holds NaN or infinity; train or copy it again")
+    for name in sorted(scaled & tensors.keys()):
+        if tensors[name].dtype != E4M3:
+            raise ValueError(
+                f"{directory}: {name} has a scale and is {tensors[name].dtype}, expected {E4M3}; "
+                "quantize the drafter again"
+            )
+    for name, scale in scales.items():
+        if scale.dtype != torch.float32 or not bool((scale > 0).all()):
+            raise ValueError(
+                f"{directory}: {name} is {scale.dtype} and at least {scale.float().min():g}, "
+                "expected torch.float32 above 0; quantize the drafter again"
+            )
 
 
 def check_tensors(

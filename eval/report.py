@@ -72,6 +72,7 @@ def evaluate(
     schedule_name: str | None = None,
     baseline: Baseline | None = None,
     room: int | None = None,
+    runs: Baseline | None = None,
     progress: bool = True,
 ) -> Report:
     """The acceptance report of a drafter (DESIGN section 7); groups are the prompts' tags.
@@ -79,8 +80,8 @@ def evaluate(
     `baseline` holds the plain runs by group; an empty one is filled, so several drafters can share
     it on the same prompts and with the same sampling. `room` is then the largest num_draft_tokens
     of them, since a prompt has to leave place for any drafter's last block. `schedule` cuts what is
-    verified (see `decode.cut`); the report calls it `schedule_name`. Progress is told on
-    stderr.
+    verified (see `decode.cut`); the report calls it `schedule_name`. `runs` is filled with the
+    drafter's answers by group. Progress is told on stderr.
 
     Raises ValueError where no prompt fits, or for a schedule without a drafter's confidence.
     """
@@ -102,11 +103,13 @@ def evaluate(
     ) as advance:
         if not baseline:
             baseline |= _decode(target, NoDrafter(), groups, advance, **plainly)
-        runs = _decode(target, drafter, groups, advance, **drafting)
+        drafted = _decode(target, drafter, groups, advance, **drafting)
+    if runs is not None:
+        runs |= drafted
     parts = {"all": list(groups), **{name: [name] for name in groups}}
     figures = {
         part: _group(
-            [runs[name] for name in names],
+            [drafted[name] for name in names],
             [baseline[name] for name in names],
             drafter.num_draft_tokens,
             greedily=sampling.temperature == 0,

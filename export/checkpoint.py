@@ -96,11 +96,11 @@ def read(directory: str | Path, given: Given | None = None) -> Checkpoint:
     Raises ValueError or FileNotFoundError that names what is missing, unexpected or unsupported.
     """
     data, where = read_config(directory), str(Path(directory) / "config.json")
-    if data.get("quantization_config"):
+    layout = detect(data, where=where)
+    if data.get("quantization_config") and not layout.says_quantization:
         raise ValueError(
             f"{where}: the weights are quantized; convert the drafter they were made from"
         )
-    layout = detect(data, where=where)
     native = layout.to_native(data, where)
     config = read_native((given or Given()).fill(native, where), where)
     parts = parts_of(list(config.architectures))

@@ -42,6 +42,7 @@ class Layout:
     obstacle: Callable[[DFlashConfig], str | None]
     target_tensors: tuple[str, ...] = ()  # may be in the file; they are the target's
     carries_target: bool = False  # must be in the file
+    says_quantization: bool = True  # its config.json is read with `quantization_config`
 
 
 def detect(config: dict[str, Any], *, where: str = "config.json") -> Layout:
@@ -125,10 +126,19 @@ def _sglang_obstacle(config: DFlashConfig) -> str | None:
     return None
 
 
+def _unquantized_only(config: DFlashConfig) -> str | None:
+    if config.quantization is None:
+        return None
+    return (
+        "its weights are FP8, which only SGLang's layout describes here; write the drafter it was "
+        "made from"
+    )
+
+
 def _zlab_obstacle(config: DFlashConfig) -> str | None:
     if isinstance(config, DSparkConfig):
         return "it is DSpark, whose slots predict one token later than DFlash's"
-    return None
+    return _unquantized_only(config)
 
 
 def _deepspec_obstacle(config: DFlashConfig) -> str | None:
@@ -137,7 +147,11 @@ def _deepspec_obstacle(config: DFlashConfig) -> str | None:
             "it is DFlash; what DeepSpec calls dflash is DSpark with markov_rank 0, whose slots "
             "predict one token later"
         )
-    return speculators.unsaid(config)
+    return _unquantized_only(config) or speculators.unsaid(config)
+
+
+def _vllm_obstacle(config: DFlashConfig) -> str | None:
+    return _unquantized_only(config) or speculators.unsaid(config)
 
 
 LAYOUTS: dict[LayoutName, Layout] = {
@@ -159,8 +173,9 @@ LAYOUTS: dict[LayoutName, Layout] = {
             "speculators, as vLLM loads it",
             speculators.to_json,
             speculators.to_native,
-            speculators.unsaid,
+            _vllm_obstacle,
             target_tensors=(*TARGET_TENSORS, *speculators.OTHER_TENSORS),
+            says_quantization=False,
         ),
     )
 }

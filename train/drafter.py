@@ -76,6 +76,11 @@ def make_draft(section: DraftSection, target: Target, seed: int) -> DFlashDraft:
                 f"set draft.algorithm={found}"
             )
         draft = load_draft(section.init_from, dtype=torch.float32, device=target.device)
+        if draft.config.quantization is not None:
+            raise ValueError(
+                f"draft.init_from {section.init_from} is quantized, and e4m3 weights do not train; "
+                "start from the drafter it was made from, and quantize what comes out"
+            )
         check_pair(draft, target)
         return draft.train()
     config = make_config(section, target)
