@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
-FOLDERS := $(wildcard target dflash dspark recipes data eval train export cli tests benchmarks)
+FOLDERS := $(wildcard target dflash dspark recipes data eval train export serve cli tests benchmarks)
 
 # One OpenMP thread a process: with two, a neighbour on the same core makes both spin.
 export OMP_NUM_THREADS ?= 1

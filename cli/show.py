@@ -50,13 +50,13 @@ def text(content: Any) -> str:
     return str(content)
 
 
-def shipped_recipes() -> list[tuple[str, str]]:
+def shipped_recipes(folder: Path | None = None) -> list[tuple[str, str]]:
     """Name and one-line description (the file's first comment) of each shipped recipe."""
     assert recipes.__file__ is not None
     found = []
-    for path in sorted(Path(recipes.__file__).parent.glob("*.yaml")):
+    for path in sorted((folder or Path(recipes.__file__).parent).glob("*.yaml")):
         comments = (line for line in path.read_text().splitlines() if line.startswith("#"))
-        found.append((path.stem, next(comments, "").lstrip("# ")))
+        found.append((path.name.removesuffix(".yaml"), next(comments, "").lstrip("# ")))
     return found
 
 

@@ -6,7 +6,7 @@ An unknown key is an error that names the nearest known one.
 import difflib
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from .schema import BOUNDS, DSPARK_DEFAULTS, Recipe, Section
 
 SHIPPED = Path(__file__).parent
+AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)
 
 
 class StrictLoader(yaml.SafeLoader):
@@ -36,39 +37,50 @@ def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
     missing key.
     """
     path = find_recipe(name)
+    data = read_mapping(path)
+    for override in overrides or []:
+        key = set_key(data, override, known_keys())
+        _keep_one_bound(data, key)
+    _take_shape_of_warm_start(data, overrides or [])
+    _fill_dspark(data)
+    return validated(Recipe, data, path.name)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file. Raises ValueError for a file that holds none."""
     try:
         data = yaml.load(path.read_text(), Loader=StrictLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
-    for override in overrides or []:
-        _apply(data, override)
-    _take_shape_of_warm_start(data, overrides or [])
-    _fill_dspark(data)
+    return data
+
+
+def validated(model: type[AnyRecipe], data: dict[str, Any], name: str) -> AnyRecipe:
+    """The recipe of a schema. Raises ValueError, all its mistakes in one line."""
     try:
-        return Recipe.model_validate_json(_json(data))
+        return model.model_validate_json(_json(data))
     except ValidationError as error:
+        keys = known_keys(model)
         raise ValueError(
-            f"{path.name}: " + "; ".join(_explain(problem) for problem in error.errors())
+            f"{name}: " + "; ".join(_explain(problem, keys) for problem in error.errors())
         ) from None
 
 
-def find_recipe(name: str | Path) -> Path:
-    """A path as it is, or a shipped recipe by its name without `.yaml`."""
+def find_recipe(name: str | Path, folder: Path = SHIPPED) -> Path:
+    """A path as it is, or a shipped recipe of a folder by its name without `.yaml`."""
     path = Path(name)
     if path.is_file():
         return path
-    shipped = SHIPPED / f"{path.stem}.yaml"
+    # A version in the name has a dot, too: only `.yaml` is an ending.
+    shipped = folder / f"{path.name.removesuffix('.yaml')}.yaml"
     # A clone's documentation says recipes/tiny.yaml; from another folder that means the shipped one
     # as well.
-    if (
-        path.parent in (Path("."), Path("recipes"))
-        and path.suffix in ("", ".yaml")
-        and shipped.is_file()
-    ):
+    from_root = folder.relative_to(SHIPPED.parent)
+    if path.parent in (Path("."), from_root) and shipped.is_file():
         return shipped
-    known = ", ".join(sorted(file.stem for file in SHIPPED.glob("*.yaml")))
+    known = ", ".join(sorted(file.name.removesuffix(".yaml") for file in folder.glob("*.yaml")))
     raise ValueError(f"no recipe {str(name)!r}: give the path of a YAML file or one of {known}")
 
 
@@ -90,13 +102,13 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def set_key(data: dict[str, Any], override: str, keys: list[str]) -> str:
+    """Apply one `a.b=value` and tell the key. Raises ValueError for a key that is not known."""
     key, found, text = override.partition("=")
     if not found or not key:
         raise ValueError(f"override {override!r} is not key=value, for example train.steps=100")
-    if key not in known_keys():
-        raise ValueError(f"unknown key {key!r}{_nearest(key)}")
-    root = data
+    if key not in keys:
+        raise ValueError(f"unknown key {key!r}{_nearest(key, keys)}")
     *parents, last = key.split(".")
     for parent in parents:
         if not isinstance(data.get(parent), dict):
@@ -106,10 +118,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
         data[last] = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"override {override!r}: {text!r} is not a YAML value") from None
-    # A run has one bound: asking for minutes on a recipe that counts steps means minutes.
-    if key in [f"train.{name}" for name in BOUNDS] and data[last] is not None:
+    return key
+
+
+def _keep_one_bound(data: dict[str, Any], key: str) -> None:
+    """A run has one bound: asking for minutes on a recipe that counts steps means minutes."""
+    last = key.removeprefix("train.")
+    if key in [f"train.{name}" for name in BOUNDS] and data["train"][last] is not None:
         for name in set(BOUNDS) - {last}:
-            root["train"].pop(name, None)
+            data["train"].pop(name, None)
 
 
 def _take_shape_of_warm_start(data: dict[str, Any], overrides: list[str]) -> None:
@@ -165,10 +182,10 @@ def _json(data: Any) -> str:
     return json.dumps(fix(data), default=str)
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any, keys: list[str]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_nearest(key)}"
+        return f"unknown key {key!r}{_nearest(key, keys)}"
     if problem["type"] == "missing":
         return f"missing key {key!r}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -176,9 +193,8 @@ def _explain(problem: Any) -> str:
     return message if not key or (named and not key.count(".")) else f"{key}: {message}"
 
 
-def _nearest(key: str) -> str:
+def _nearest(key: str, keys: list[str]) -> str:
     """A hint at the closest key: same last part elsewhere, or the most alike spelling."""
-    keys = known_keys()
     last = key.rsplit(".", 1)[-1]
     same = [other for other in keys if other.rsplit(".", 1)[-1] == last]
     close = same or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)

@@ -1,0 +1,89 @@
+"""The check after the start: does the drafter that was loaded really draft?
+
+An engine serves the right text with a drafter that accepts nothing. So a few greedy answers are
+asked for, and the acceptance length is counted from their rounds: 1 + accepted / rounds. (The
+engine's headline divides tokens by rounds and is off by the prefill's token and the last cut.)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..target.engine import Engine
+from .recipe import SmokeSection
+
+
+@dataclass(frozen=True)
+class SmokeResult:
+    """Rounds by number of accepted drafts, over all prompts."""
+
+    histogram: tuple[int, ...]
+    num_prompts: int
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(kept * rounds for kept, rounds in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """None where no round was counted."""
+        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else None
+
+    def line(self, floor: float) -> str:
+        """The result in one line, with the next step where it is too low."""
+        length = self.acceptance_length
+        if length is None:
+            return (
+                f"smoke check failed: {self.num_prompts} answers without one speculative round; is "
+                "this a speculative server, and are the answers longer than a token?"
+            )
+        figure = (
+            f"acceptance length {length:.3f} over {self.num_rounds} rounds of {self.num_prompts} "
+            f"prompts, floor {floor:g}"
+        )
+        if length >= floor:
+            return f"smoke check passed: {figure}"
+        return (
+            f"smoke check failed: {figure}; spec verify tells what the engine reads differently, "
+            "or set smoke.floor lower"
+        )
+
+    def passed(self, floor: float) -> bool:
+        return self.acceptance_length is not None and self.acceptance_length >= floor
+
+
+def smoke(engine: Engine, section: SmokeSection, model: str) -> SmokeResult:
+    """Ask every prompt, one after the other. Raises EngineError for a refusal."""
+    histograms = [_ask(engine, prompt, section, model) for prompt in section.prompts]
+    size = max(map(len, histograms), default=0)
+    padded = [[*each, *[0] * (size - len(each))] for each in histograms]
+    return SmokeResult(tuple(map(sum, zip(*padded, strict=True))), len(section.prompts))
+
+
+def _ask(engine: Engine, prompt: str, section: SmokeSection, model: str) -> list[int]:
+    """The histogram of one greedy answer."""
+    if not section.chat:
+        greedy = {"temperature": 0.0, "max_new_tokens": section.max_new_tokens}
+        body = {"text": prompt, "sampling_params": greedy}
+        return histogram_of(engine.post("/generate", body, timeout=section.timeout)["meta_info"])
+    answer = engine.post(
+        "/v1/chat/completions",
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+            "max_tokens": section.max_new_tokens,
+            "return_spec_tokens_details": True,
+        },
+        timeout=section.timeout,
+    )
+    return histogram_of((answer.get("sglext") or {}).get("spec_tokens_details") or {})
+
+
+def histogram_of(details: Mapping[str, Any]) -> list[int]:
+    """Rounds by accepted drafts; empty where the engine counted none."""
+    return list(details.get("spec_correct_drafts_histogram") or [])

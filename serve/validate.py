@@ -1,0 +1,76 @@
+"""Ask the engine itself, in its own environment, whether it accepts a command line.
+
+Takes seconds and no GPU: `--device cuda` is resolved from the two config.json alone.
+"""
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..target.engine import Launch, environment
+from .recipe import DraftQuantization
+
+SCRIPT = Path(__file__).parent / "server_args.py"
+TIMEOUT = 300.0  # seconds; importing the engine takes most of them
+# Makes the engine believe in a CPU platform whatever --device says; and no hub, no download.
+NOT_FOR_CUDA = "SGLANG_USE_CPU_ENGINE"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the engine says of a command line."""
+
+    version: str
+    words: str | None  # of its refusal, one line
+    resolved: dict[str, Any]
+
+    @property
+    def accepted(self) -> bool:
+        return self.words is None
+
+    def line(self) -> str:
+        who = f"SGLang {self.version}'s ServerArgs"
+        return f"accepted by {who}" if self.accepted else f"refused by {who}: {self.words}"
+
+
+def validate(launch: Launch, quantization: DraftQuantization) -> Verdict:
+    """Run the engine's own checks on a command, and its reading of the drafter's quantization.
+
+    Raises ValueError where that interpreter has no such engine.
+    """
+    own = environment({**OFFLINE, **launch.environment})
+    if "cpu" not in launch.arguments:
+        own.pop(NOT_FOR_CUDA, None)
+    address = ("--host", launch.host, "--port", str(launch.port))
+    asked = json.dumps({"arguments": [*launch.arguments, *address]})
+    try:
+        done = subprocess.run(
+            [launch.python, str(SCRIPT)],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            env=own,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(
+            f"{launch.python}: cannot be asked about the command ({error}); give the python of an "
+            "environment that has sglang"
+        ) from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ValueError(
+            f"{launch.python}: cannot be asked about the command ({words}); give the python of an "
+            "environment that has sglang"
+        )
+    said = json.loads(lines[-1])
+    verdict = Verdict(said["version"], said["words"], said["resolved"])
+    found = verdict.resolved.get("draft_quantization") or "none"
+    if verdict.accepted and found != quantization:
+        wrong = f"it would read the drafter as {found}, draft.quantization is {quantization}"
+        return Verdict(verdict.version, wrong, verdict.resolved)
+    return verdict
