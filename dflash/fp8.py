@@ -126,7 +126,7 @@ class Quantization:
         """
         if not data:
             return None
-        scheme = _scheme(data)
+        scheme = scheme_of(data)
         if scheme is None:
             method = data.get("quant_method") if isinstance(data, dict) else data
             raise ValueError(
@@ -144,7 +144,8 @@ class Quantization:
         return cls(scheme, tuple(p for p in PARTS if _is_left_out(scheme, patterns, p, where)))
 
 
-def _scheme(data: Any) -> Scheme | None:
+def scheme_of(data: Any) -> Scheme | None:
+    """Which of the two schemes a `quantization_config` describes; None for another."""
     if not isinstance(data, dict):
         return None
     if data.get("quant_method") == "fp8":

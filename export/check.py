@@ -10,6 +10,7 @@ from ..dspark.calibration import STS
 from ..dspark.config import HEAD_KEYS, DSparkConfig
 from ..target.tensors import Stored, stored_tensors
 from .check_config import check_config
+from .check_quantization import check_quantization, describe
 from .check_target import check_target
 from .check_weights import EIGHT_BITS, broken_tensors, check_weights
 from .findings import READERS, Engine, Finding, Subject, defect
@@ -46,7 +47,8 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
     if subject.refusal is not None:
         findings = [defect(subject.refusal, "convert it where it was made, or train one anew")]
     else:
-        findings = [*check_config(subject), *check_weights(subject), *_sts(subject)]
+        findings = [*check_config(subject), *check_weights(subject), *check_quantization(subject)]
+        findings += _sts(subject)
         findings += _unreadable(subject, findings)
     if target is not None:
         findings += check_target(subject, target)
@@ -92,7 +94,9 @@ def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
     if any(each.severity == "defect" and each.engine in ("all", "spec") for each in findings):
         return []
     try:
-        read_native(s.layout.to_native(s.data, "config.json"), "config.json")
+        # Of its quantization there are findings, and engines load more kinds than are read here.
+        data = {key: value for key, value in s.data.items() if key != "quantization_config"}
+        read_native(s.layout.to_native(data, "config.json"), "config.json")
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         # A number of target layers that is not stated has its own, milder finding.
         if s.own.get("num_target_layers") is None and "lacks num_target_layers;" in str(error):
@@ -124,7 +128,6 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
     """What the directory is, by its own words."""
     block, ids = s.whole("block_size"), s.layer_ids
     drafts = None if block is None else block - (0 if s.is_dspark else 1)
-    quantized = s.data.get("quantization_config")
     dtypes: dict[str, int] = {}
     for stored in s.tensors.values():
         dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.num_bytes
@@ -152,7 +155,7 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
         "dtype": s.data.get("dtype", s.data.get("torch_dtype")),
         "stored_bytes": dtypes,
         "parameters": _parameters(s.tensors),
-        "quantization": (quantized or {}).get("quant_method", "unnamed") if quantized else None,
+        "quantization": describe(s.data.get("quantization_config")),
         "checked_for": READERS[engine],
         "engine_options": _options(s, engine, drafts),
     }

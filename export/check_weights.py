@@ -35,7 +35,6 @@ def check_weights(s: Subject) -> Iterator[Finding]:
     yield from _values(s)
     yield from _foreign(s)
     yield from _dtypes(s)
-    yield from _quantization(s)
     expected = outline(s)
     if expected is not None:
         yield from _names(s, expected)
@@ -71,7 +70,7 @@ def outline(s: Subject) -> dict[str, torch.Size] | None:
     sizes = {key: s.whole(key) for key in SHAPE_KEYS}
     if None in sizes.values():
         return None
-    fc = _plain(s).get("fc.weight")
+    fc = plain_tensors(s).get("fc.weight")
     count = len(s.layer_ids or []) or (fc.shape[-1] // (sizes["hidden_size"] or 1) if fc else 1)
     common = {
         **sizes,
@@ -98,7 +97,7 @@ def outline(s: Subject) -> dict[str, torch.Size] | None:
         return None
 
 
-def _plain(s: Subject) -> dict[str, Stored]:
+def plain_tensors(s: Subject) -> dict[str, Stored]:
     """The drafter's own tensors without the prefix `model.`, scales and the target's left out."""
     theirs = {*TARGET_TENSORS, *OTHER_TENSORS}
     named = {name.removeprefix("model."): stored for name, stored in s.tensors.items()}
@@ -108,7 +107,7 @@ def _plain(s: Subject) -> dict[str, Stored]:
 def _values(s: Subject) -> Iterator[Finding]:
     if s.broken:
         yield defect(
-            f"NaN or infinity in {_some(s.broken)}",
+            f"NaN or infinity in {some(s.broken)}",
             "copy the file again, or go back to an earlier checkpoint",
         )
 
@@ -122,12 +121,12 @@ def _foreign(s: Subject) -> Iterator[Finding]:
     size = sum(s.tensors[name].num_bytes for name in theirs) / 1e6
     if theirs and s.layout.target_tensors:
         yield note(
-            f"the target's own {_some(theirs)} in the file ({size:,.1f} MB), as this layout has it",
+            f"the target's own {some(theirs)} in the file ({size:,.1f} MB), as this layout has it",
             "spec import DIR --out OUT leaves them out",
         )
     elif theirs:
         yield defect(
-            f"tensors of the target in the file: {_some(theirs)} ({size:,.1f} MB); engines use the "
+            f"tensors of the target in the file: {some(theirs)} ({size:,.1f} MB); engines use the "
             "target's own",
             "remove them; a drafter trained with an embedding or head of its own is not supported",
         )
@@ -135,40 +134,20 @@ def _foreign(s: Subject) -> Iterator[Finding]:
 
 def _dtypes(s: Subject) -> Iterator[Finding]:
     stated = s.data.get("dtype", s.data.get("torch_dtype"))
-    found = {v.dtype for v in _plain(s).values()} - set(EIGHT_BITS)
+    found = {v.dtype for v in plain_tensors(s).values()} - set(EIGHT_BITS)
     if stated is None:
         yield warning(
-            f"config.json states no dtype, the weights are {_some(sorted(found))}", "state it"
+            f"config.json states no dtype, the weights are {some(sorted(found))}", "state it"
         )
     elif found and found != {STORED_DTYPES.get(str(stated).removeprefix("torch."))}:
         yield defect(
-            f"config.json says dtype {stated}, the weights are {_some(sorted(found))}",
+            f"config.json says dtype {stated}, the weights are {some(sorted(found))}",
             "write what the file holds; or spec import DIR --out OUT",
         )
 
 
-def _quantization(s: Subject) -> Iterator[Finding]:
-    plain = _plain(s)
-    small = [name for name, stored in plain.items() if stored.dtype in EIGHT_BITS]
-    scales = {name.removeprefix("model.") for name in s.tensors if name.split(".")[-1] in SCALES}
-    bare = [name for name in small if not {f"{name}_scale", f"{name}_scale_inv"} & scales]
-    if s.data.get("quantization_config"):
-        if not scales or bare:
-            yield defect(
-                "quantization_config without scales"
-                + (f" for {_some(bare)}" if bare else f": all weights are {_dtype_names(plain)}"),
-                "quantize it again, or remove quantization_config from a file that is not",
-            )
-    elif small or scales:
-        yield defect(
-            f"quantized weights ({_some(small or sorted(scales))}) without quantization_config: "
-            "the engine takes the numbers as they are",
-            "write the quantization_config that belongs to the scales",
-        )
-
-
 def _names(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
-    plain = _plain(s)
+    plain = plain_tensors(s)
     missing = [name for name in expected if name not in plain]
     extra = [name for name in plain if name not in expected]
     stated, held = s.whole("num_hidden_layers") or 0, _num_layers(plain)
@@ -198,12 +177,12 @@ def _names(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
     extra = [name for name in extra if not _is_head(name)]
     if missing:
         yield defect(
-            f"missing: {_some(missing)}; engines start without an error and accept next to nothing",
+            f"missing: {some(missing)}; engines start without an error and accept next to nothing",
             "save the drafter again, or copy the whole file",
         )
     if extra:
         yield defect(
-            f"unexpected: {_some(extra)}; engines ignore names they do not know",
+            f"unexpected: {some(extra)}; engines ignore names they do not know",
             "rename what is misnamed, remove what is not the drafter's",
         )
 
@@ -216,7 +195,7 @@ def _misnamed_heads(s: Subject, missing: list[str], extra: list[str]) -> Iterato
     strange = [name for name in strange if name not in unused]
     if unused:
         yield defect(
-            f"{_some(unused)} belong to a head that config.json does not have",
+            f"{some(unused)} belong to a head that config.json does not have",
             "correct markov_rank, markov_head_type or enable_confidence_head, or remove them",
         )
     strange += [
@@ -225,18 +204,18 @@ def _misnamed_heads(s: Subject, missing: list[str], extra: list[str]) -> Iterato
     if strange:
         wanted = absent or [name.removeprefix("model.") for name in strange]
         yield defect(
-            f"heads under other names than engines look for: {_some(strange)}, expected "
-            f"{_some(wanted)}",
+            f"heads under other names than engines look for: {some(strange)}, expected "
+            f"{some(wanted)}",
             "rename them; spec import DIR --out OUT does it where only `model.` is in front",
         )
     elif absent:
         yield defect(
-            f"missing: {_some(absent)}", "save the drafter again, or correct the config's heads"
+            f"missing: {some(absent)}", "save the drafter again, or correct the config's heads"
         )
 
 
 def _shapes(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
-    plain = _plain(s)
+    plain = plain_tensors(s)
     wrong = [n for n, size in expected.items() if n in plain and plain[n].shape != tuple(size)]
     if "fc.weight" in wrong:
         wrong.remove("fc.weight")
@@ -285,10 +264,7 @@ def _layer(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _dtype_names(plain: Mapping[str, Stored]) -> str:
-    return ", ".join(sorted({stored.dtype for stored in plain.values()}))
-
-
-def _some(names: list[str] | tuple[str, ...]) -> str:
+def some(names: list[str] | tuple[str, ...]) -> str:
+    """The first names of a list, and how many more."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
