@@ -168,11 +168,11 @@ class Engine:
         return self._running.wait()
 
     def get(self, path: str, *, timeout: float = 60.0) -> Any:
-        """GET, parsed from JSON. Raises EngineError as `post`."""
+        """GET; what comes back, parsed. Raises EngineError as `post`."""
         return self._ask(urllib.request.Request(self.url + path), timeout)
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
-        """POST JSON, parsed from JSON. Raises EngineError for a refusal or a dead engine."""
+        """POST JSON; what comes back, parsed. Raises EngineError for a refusal or a dead engine."""
         data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
         return self._ask(urllib.request.Request(self.url + path, data, headers), timeout)
 
@@ -206,7 +206,9 @@ class Engine:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=timeout) as response:
-                return json.loads(response.read())
+                body = response.read().decode()
+                # Some of its paths answer with a sentence.
+                return json.loads(body) if "json" in response.headers.get_content_type() else body
         except urllib.error.HTTPError as error:
             words = " ".join(error.read().decode(errors="replace").split())[:300]
             raise EngineError(f"the engine refused {request.selector}: {words}") from None

@@ -1,0 +1,174 @@
+"""Set what an engine did with a drafter beside what `spec eval`'s loop does, request by request.
+
+Shapes: R requests, K num_draft_tokens, T tokens of a prompt, n captured layers, H hidden.
+
+A headline acceptance length proves nothing: a drafter that reads a layer too high can look fine.
+Compared are the context features of each layer, the tokens of each answer, and each request's
+histogram: rounds by number of accepted drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..eval.acceptance import Rounds, measure
+from ..eval.decode import Decoded
+from ..target.engine import Answer
+
+# Largest relative error (root of the mean square) of a layer's features by dtype of the target.
+FEATURE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+SHOWN = 5  # requests that differ, listed with their histograms
+
+
+@dataclass(frozen=True)
+class LayerMatch:
+    """One captured layer: how far the engine's is from ours, and which of ours it resembles."""
+
+    layer_id: int
+    error: float
+    nearest_layer: int  # -1 is the embedding
+    nearest_error: float
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """One pass over the prompts; `ours` is `spec eval`'s loop on the same ones."""
+
+    name: str
+    num_requests: int
+    num_equal_text: int  # to plain decoding
+    num_equal_histogram: int  # to ours
+    cached_tokens: int
+    histogram: list[int]  # rounds by number of accepted drafts, summed
+    histogram_ours: list[int]
+    # Means over rounds, bonus included: of all requests, and of those with our text.
+    acceptance_length: float
+    acceptance_length_ours: float
+    acceptance_length_same_text: float | None
+    acceptance_length_same_text_ours: float | None
+    survival_at: list[float]
+    survival_at_ours: list[float]
+    different: list[dict[str, Any]]
+
+    @property
+    def num_equal_text_to_ours(self) -> int:
+        return self.num_requests - len(self.different)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "different": self.different[:SHOWN]}
+
+
+def compare_pass(
+    name: str,
+    answers: Sequence[Answer],
+    plain: Sequence[Sequence[int]],
+    ours: Sequence[Decoded],
+    num_draft_tokens: int,
+) -> PassResult:
+    """Set R answers of the engine beside R plain ones of the engine and R of our own."""
+    theirs = [padded(answer.histogram, num_draft_tokens) for answer in answers]
+    own = [histogram(decoded, num_draft_tokens) for decoded in ours]
+    same = [a.output_ids == list(d.output_ids) for a, d in zip(answers, ours, strict=True)]
+    different = [
+        {"request": i, "histogram": t, "histogram_ours": o, "same_text": equal}
+        for i, (t, o, equal) in enumerate(zip(theirs, own, same, strict=True))
+        if t != o
+    ]
+    texts = zip(answers, plain, strict=True)
+    kept = [i for i, equal in enumerate(same) if equal]
+    survival, survival_ours = (_survival(histograms) for histograms in (theirs, own))
+    return PassResult(
+        name=name,
+        num_requests=len(answers),
+        num_equal_text=sum(a.output_ids == list(ids) for a, ids in texts),
+        num_equal_histogram=len(answers) - len(different),
+        cached_tokens=sum(int(a.meta.get("cached_tokens") or 0) for a in answers),
+        histogram=_total(theirs),
+        histogram_ours=_total(own),
+        acceptance_length=_length(theirs),
+        acceptance_length_ours=_length(own),
+        acceptance_length_same_text=_length([theirs[i] for i in kept]) if kept else None,
+        acceptance_length_same_text_ours=_length([own[i] for i in kept]) if kept else None,
+        survival_at=survival,
+        survival_at_ours=survival_ours,
+        different=different,
+    )
+
+
+def histogram(decoded: Decoded, num_draft_tokens: int) -> list[int]:
+    """Rounds of a request by number of accepted drafts, 0..K."""
+    counts = np.bincount(np.asarray(decoded.num_accepted, dtype=int), minlength=1)
+    return padded(counts.tolist(), num_draft_tokens)
+
+
+def padded(counts: Sequence[int], num_draft_tokens: int) -> list[int]:
+    """K + 1 counts; an engine leaves out what stands behind its last round.
+
+    A longer one stays as it is: that the engine drafts more is a difference to be seen.
+    """
+    return [*counts, *[0] * (num_draft_tokens + 1 - len(counts))]
+
+
+def compare_features(
+    engine: Sequence[Tensor], ours: Sequence[Tensor], layer_ids: Sequence[int]
+) -> list[LayerMatch]:
+    """Each layer that the engine captured, beside every layer of ours.
+
+    `engine` has [T, n*H] a prompt, `ours` [L+1, T, H]: the embedding, then each layer's output.
+    Raises ValueError where the engine returned other rows than the prompt has tokens.
+    """
+    n = len(layer_ids)
+    for theirs, own in zip(engine, ours, strict=True):
+        wanted = [own.shape[1], n * own.shape[2]]
+        if list(theirs.shape) != wanted:
+            raise ValueError(
+                f"the engine captured {list(theirs.shape)} where {wanted} was expected (tokens of "
+                "the prompt, layers x hidden size); serve it with --disable-radix-cache"
+            )
+    slices = [rows.unflatten(-1, (n, -1)).unbind(1) for rows in engine]
+    matches: list[LayerMatch] = []
+    for i, layer_id in enumerate(layer_ids):
+        captured = torch.cat([parts[i] for parts in slices]).float()
+        errors = [
+            _relative_error(captured, torch.cat([own[row] for own in ours]).float())
+            for row in range(len(ours[0]))
+        ]
+        nearest = int(np.argmin(errors))
+        matches.append(LayerMatch(layer_id, errors[layer_id + 1], nearest - 1, errors[nearest]))
+    return matches
+
+
+def _relative_error(a: Tensor, b: Tensor) -> float:
+    """Root mean square of the difference, over that of `b`."""
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def acceptance(ours: Sequence[Decoded], num_draft_tokens: int) -> float:
+    """Our acceptance length on these requests, bonus included; 1 where nothing was drafted."""
+    rounds = [Rounds(d.num_accepted, d.num_drafted, len(d.output_ids)) for d in ours]
+    return measure(rounds, num_draft_tokens, resamples=1).acceptance_length or 1.0
+
+
+def _total(histograms: Sequence[Sequence[int]]) -> list[int]:
+    width = max(map(len, histograms))
+    return [sum(h[k] for h in histograms if k < len(h)) for k in range(width)]
+
+
+def _length(histograms: Sequence[Sequence[int]]) -> float:
+    """1 + accepted drafts over rounds, of sums; 1 without a round."""
+    total = _total(histograms)
+    rounds = sum(total)
+    return 1 + sum(k * count for k, count in enumerate(total)) / rounds if rounds else 1.0
+
+
+def _survival(histograms: Sequence[Sequence[int]]) -> list[float]:
+    """Share of rounds that kept at least k drafts, k = 1..K."""
+    total = _total(histograms)
+    rounds = max(sum(total), 1)
+    return [sum(total[k:]) / rounds for k in range(1, len(total))]
