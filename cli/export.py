@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from . import show
+from .card import leave_card
 from .options import JsonOption
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def export(
     """Write a drafter in the layout of an engine or of another toolkit, and read it back."""
     from ..export.convert import export_draft
 
-    tell(export_draft(draft, out, to, target=target), out)
+    report = export_draft(draft, out, to, target=target)
+    leave_card(out, of=draft)
+    tell(report, out)
 
 
 def import_(
@@ -92,7 +95,9 @@ def import_(
         block_size=block_size,
         num_target_layers=num_target_layers,
     )
-    tell(import_draft(directory, out, given=given, target=target), out)
+    report = import_draft(directory, out, given=given, target=target)
+    leave_card(out, of=directory)
+    tell(report, out)
 
 
 def whole_numbers(text: str) -> list[int]:

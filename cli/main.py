@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, export, quantize, serve, show
+from . import calibrate, card, export, quantize, serve, show
 from .options import (
     DtypeOption,
     JsonOption,
@@ -127,7 +127,10 @@ def train(
         return
     from ..train.loop import train as run
 
-    run(resolved, resume=resume)
+    draft = run(resolved, resume=resume) / "draft"
+    # A run that was asked to stop early may have none yet.
+    if (draft / "config.json").exists():
+        card.leave_card(draft)
 
 
 @app.command(epilog="Example: `spec prepare -t ./model --conversations chats.jsonl -o rows.jsonl`")
@@ -266,5 +269,6 @@ app.add_typer(calibrate.plan, name="plan")
 app.command(epilog=export.CHECK_EXAMPLE)(export.check)
 app.command(epilog=export.EXPORT_EXAMPLE)(export.export)
 app.command("import", epilog=export.IMPORT_EXAMPLE)(export.import_)
+app.command(epilog=card.EXAMPLE)(card.card)
 app.command(epilog=quantize.EXAMPLE)(quantize.quantize)
 app.command(epilog=serve.EXAMPLE)(serve.serve)

@@ -14,6 +14,7 @@ from spec.cli import show
 
 VERBS = [
     "calibrate",
+    "card",
     "check",
     "eval",
     "export",
