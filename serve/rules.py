@@ -74,7 +74,9 @@ def _layers(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
 def _quantization(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     if models.draft is None:
         return
-    found, asked = models.draft.facts["quantization"] or "none", recipe.draft.quantization
+    own = models.draft_shape.get("quantization_config")
+    found = str(own.get("quant_method", "unnamed")) if isinstance(own, dict) and own else "none"
+    asked = recipe.draft.quantization
     if found == asked:
         return
     consequence = {

@@ -1,0 +1,81 @@
+"""Serving recipes: strict, with sources, and overridable by key."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spec.recipes.load import find_recipe
+from spec.serve.recipe import SHIPPED_SERVE, load_serve_recipe
+
+SHIPPED = sorted(path.name.removesuffix(".yaml") for path in SHIPPED_SERVE.glob("*.yaml"))
+NEEDED = ["glm-5.2", "kimi-k2.6-b200-tp4", "kimi-k2.6-b200-tp8", "local-cpu", "qwen3-8b"]
+
+
+def test_the_shipped_ones() -> None:
+    assert SHIPPED == NEEDED
+    tp4, tp8 = (load_serve_recipe(f"kimi-k2.6-b200-tp{n}") for n in (4, 8))
+    assert (tp4.engine.tensor_parallel, tp8.engine.tensor_parallel) == (4, 8)
+    assert (tp4.draft.quantization, tp8.draft.quantization) == ("compressed-tensors", "none")
+    assert tp4.engine.hicache is not None
+    assert tp4.engine.metrics and tp4.engine.return_token_ids
+    assert load_serve_recipe("local-cpu").engine.device == "cpu"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_figure_names_its_source(name: str) -> None:
+    text = (SHIPPED_SERVE / f"{name}.yaml").read_text()
+    assert text.startswith("# "), "the first comment is what spec serve --list prints"
+    figures = [line for line in text.splitlines() if re.match(r"\s+\w+: -?[\d.]+\b", line)]
+    assert figures
+    bare = [line for line in figures if "# " not in line]
+    # A comment above a figure counts, too.
+    lines = text.splitlines()
+    assert [line for line in bare if "#" not in lines[lines.index(line) - 1]] == []
+
+
+def test_found_by_name_path_and_from_the_root(tmp_path: Path) -> None:
+    for name in ("kimi-k2.6-b200-tp4", "recipes/serve/kimi-k2.6-b200-tp4.yaml"):
+        assert find_recipe(name, SHIPPED_SERVE).name == "kimi-k2.6-b200-tp4.yaml"
+    own = tmp_path / "own.yaml"
+    own.write_text("target: {path: a/b}\ndraft: {path: c/d}\nsmoke: {floor: 1.5}\n")
+    assert load_serve_recipe(own).smoke.floor == 1.5
+    with pytest.raises(ValueError, match=r"no recipe 'kimi': .* kimi-k2.6-b200-tp4, "):
+        load_serve_recipe("kimi")
+
+
+def test_overrides_by_key() -> None:
+    changes = [
+        "draft.path=./drafter",
+        "engine.hicache.gigabytes=500",
+        "engine.hicache.ratio=null",
+        "smoke.floor=3",
+    ]
+    found = load_serve_recipe("kimi-k2.6-b200-tp8", changes)
+    assert (found.draft.path, found.smoke.floor) == ("./drafter", 3.0)
+    assert found.engine.hicache is not None
+    assert (found.engine.hicache.gigabytes, found.engine.hicache.ratio) == (500, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.tensor_paralel=4", "unknown key .* nearest is 'engine.tensor_parallel'"),
+        ("draft.block_size=8", "unknown key 'draft.block_size'; nearest is "),
+        ("engine.hicache.gigabytes=500", "engine.hicache has a ratio and gigabytes; keep one"),
+        ("smoke.floor=0.5", "smoke.floor: .* greater than or equal to 1"),
+        ("draft.sts=sts.json", "draft.sts is a key of dspark; set draft.algorithm=dspark"),
+        ("draft.algorithm=dspark", "draft.window has no effect with dspark"),
+        ("draft.quantization=unquant", "draft.quantization: .*'none', 'compressed-tensors' or"),
+    ],
+)
+def test_mistakes_in_one_line(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_serve_recipe("kimi-k2.6-b200-tp8", [override])
+
+
+def test_an_unknown_key_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("target: {path: a/b}\ndraft: {path: c/d, windw: 9}\nsmoke: {floor: 1.5}\n")
+    with pytest.raises(ValueError, match=r"unknown key 'draft.windw'; nearest is 'draft.window'"):
+        load_serve_recipe(path)

@@ -1,0 +1,194 @@
+"""Each rule on a pair of toy directories: what it says, and that the good pair passes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_models import BLOCKS, QWEN3, drafter, recipe, target
+from toy_drafter import edit
+
+from spec.export.findings import Finding
+from spec.serve.models import look_at_models, read_shape
+from spec.serve.recipe import ServeRecipe
+from spec.serve.rules import examine
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return target(tmp_path / "target"), drafter(tmp_path / "draft")
+
+
+def findings(recipe: ServeRecipe) -> list[Finding]:
+    """Those that are not notes, and not about the target's absent tokenizer and weights."""
+    return [each for each in examine(recipe, look_at_models(recipe)) if each.severity != "note"]
+
+
+def only(recipe: ServeRecipe, severity: str) -> str:
+    """The one finding that matters, with its cure."""
+    found = findings(recipe)
+    assert [each.severity for each in found] == [severity], found
+    return f"{found[0].what} -> {found[0].cure}"
+
+
+def test_a_good_pair(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert findings(recipe(*pair)) == []
+    assert findings(recipe(*pair, draft={"num_draft_tokens": 3})) == []
+    assert findings(recipe(*pair, engine={"tensor_parallel": 2})) == []
+    dspark = drafter(tmp_path / "dspark", dspark=True)
+    same = {"algorithm": "dspark", "num_draft_tokens": 4}
+    assert findings(recipe(pair[0], dspark, draft=same)) == []
+
+
+def test_what_is_not_here_is_said_and_not_refused(pair: tuple[Path, Path]) -> None:
+    elsewhere = recipe("some/target", "some/drafter", draft={"num_draft_tokens": 7})
+    found = examine(elsewhere, look_at_models(elsewhere))
+    assert [each.severity for each in found] == ["note", "note"]
+    assert "target.path some/target is not on this machine" in found[0].what
+    half = recipe("some/target", pair[1])
+    assert [each.severity for each in examine(half, look_at_models(half))] == ["note"]
+
+
+def test_findings_of_spec_check_come_along(pair: tuple[Path, Path]) -> None:
+    edit(pair[1], dtype="float16")
+    assert "says dtype float16, the weights are F32" in only(recipe(*pair), "defect")
+
+
+def test_algorithm(pair: tuple[Path, Path]) -> None:
+    found = findings(recipe(*pair, draft={"algorithm": "dspark", "num_draft_tokens": 3}))
+    assert found[0].what.endswith("is dflash") and found[0].cure == "set draft.algorithm=dflash"
+
+
+@pytest.mark.parametrize(
+    ("asked", "dspark", "severity"),
+    [(4, False, "defect"), (2, False, "warning"), (3, True, "defect"), (5, True, "defect")],
+)
+def test_counts(
+    asked: int, dspark: bool, severity: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Block 4: DFlash drafts 3, DSpark 4; only DFlash may draft fewer."""
+    draft = drafter(tmp_path / "other", dspark=dspark)
+    algorithm = "dspark" if dspark else "dflash"
+    asking = {"num_draft_tokens": asked, "algorithm": algorithm}
+    said = only(recipe(pair[0], draft, draft=asking), severity)
+    assert f"is {asked}, " in said and f"trained for {4 if dspark else 3}" in said
+
+
+def test_counts_that_nobody_states(pair: tuple[Path, Path]) -> None:
+    assert "num_draft_tokens is not set" in only(recipe(pair[0], "some/drafter"), "defect")
+
+
+def test_layers_against_the_target(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Reads layer 3; of five layers that is the last but one, of four the last."""
+    short = target(tmp_path / "short", num_hidden_layers=4)
+    said = " ".join(each.what for each in findings(recipe(short, pair[1])))
+    assert "reads layers [1, 3] of a target of 4 layers" in said
+    nested = {"architectures": ["Unknown"], "model_type": "no_such_type", "text_config": QWEN3}
+    assert read_shape(target(tmp_path / "nested", nested)).layers == 6
+
+
+def test_a_target_that_only_the_engine_knows(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    config = {"architectures": ["Unknown"], "model_type": "no_such_type"}
+    unknown = target(tmp_path / "unknown", {**config, "text_config": QWEN3})
+    asked = recipe(unknown, pair[1])
+    found = examine(asked, look_at_models(asked))
+    assert [each.severity for each in found] == ["note"]
+    assert "was not compared with the target" in found[0].what
+
+
+def test_quantization(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    said = only(recipe(*pair, draft={"quantization": "compressed-tensors"}), "defect")
+    assert "says none: it would take over the target's quantization" in said
+    assert said.endswith("-> set draft.quantization=none")
+    edit(pair[1], quantization_config=BLOCKS)
+    found = [each.what for each in findings(recipe(*pair))]
+    assert any("draft.quantization is none" in what and "says fp8" in what for what in found)
+    quantized = target(tmp_path / "nvfp4", quantization_config={"quant_method": "modelopt"})
+    assert read_shape(quantized).quantization == "modelopt"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"pipeline_parallel": 2}, "pipeline_parallel is 2; drafters need 1"),
+        ({"tensor_parallel": 4, "attention_data_parallel": 3}, "3 does not divide"),
+        ({"tensor_parallel": 3}, "3 ranks do not divide the target's 4 attention heads"),
+        ({"tensor_parallel": 8, "attention_data_parallel": 2}, "drafter's 4 attention heads"),
+    ],
+)
+def test_parallel(engine: dict[str, Any], words: str, pair: tuple[Path, Path]) -> None:
+    found = findings(recipe(*pair, engine=engine))
+    assert found and words in " ".join(each.what for each in found)
+    assert {each.severity for each in found} == {"defect"}
+
+
+def test_key_value_heads_fit_either_way(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    wide = target(tmp_path / "wide", num_attention_heads=12)
+    three = drafter(tmp_path / "three", num_attention_heads=12, num_key_value_heads=3)
+    for ranks, fits in ((1, True), (3, True), (6, True), (2, False), (4, False)):
+        found = findings(recipe(wide, three, engine={"tensor_parallel": ranks}))
+        assert (found == []) is fits, (ranks, found)
+
+
+@pytest.mark.parametrize(
+    ("sections", "severity", "words"),
+    [
+        ({"draft": {"attention_backend": "flashmla"}}, "defect", "expected one of flashinfer"),
+        ({"draft": {"attention_backend": "trtllm_mha"}}, "warning", "causal drafters only"),
+        (
+            {"draft": {"attention_backend": "fa4", "kv_cache_dtype": "fp8_e4m3"}},
+            "warning",
+            "fa4 reads a cache of the compute dtype only",
+        ),
+        ({"target": {"dtype": "float32"}}, "defect", "fails at the first request"),
+        ({"engine": {"device": "cpu", "attention_backend": "fa3"}}, "defect", "only torch_native"),
+        ({"engine": {"device": "cpu", "kv_cache_dtype": "fp8_e4m3"}}, "defect", "neither"),
+    ],
+)
+def test_backends(
+    sections: dict[str, Any], severity: str, words: str, pair: tuple[Path, Path]
+) -> None:
+    assert words in only(recipe(*pair, **sections), severity)
+
+
+def test_float32_is_for_the_cpu(pair: tuple[Path, Path]) -> None:
+    assert findings(recipe(*pair, target={"dtype": "float32"}, engine={"device": "cpu"})) == []
+
+
+def test_files_of_dspark_without_their_mode(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    draft = drafter(tmp_path / "dspark", dspark=True)
+    asked: dict[str, Any] = {"algorithm": "dspark", "sts": "sts.json", "sps": "sps.json"}
+    assert "draft.sts and draft.sps without effect" in only(
+        recipe(pair[0], draft, draft=asked), "warning"
+    )
+    mode = {"environment": {"SGLANG_RAGGED_VERIFY_MODE": "cap-accept"}}
+    assert findings(recipe(pair[0], draft, draft=asked, engine=mode)) == []
+    assert "no effect with dflash" in only(recipe(*pair, engine=mode), "warning")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "severity", "words"),
+    [
+        (["--tp", "4"], "defect", "the key engine.tensor_parallel writes it"),
+        (["--speculative-dflash-block-size=8"], "defect", "draft.num_draft_tokens writes it"),
+        (["--disaggregation-decode-enable-radix-cache"], "defect", "refuses a decode server"),
+        (["--enable-return-hidden-states"], "defect", "capture from a server without a drafter"),
+        (["--speculative-accept-threshold-acc", "0.9"], "defect", "no longer the target's"),
+        (["--speculative-adaptive"], "warning", "no effect: for EAGLE only"),
+        (["--speculative-num-steps", "3"], "warning", "the engine sets it to 1"),
+        (["--page-size 64"], "defect", "as one word"),
+        (["page-size", "64"], "defect", "expected an option"),
+    ],
+)
+def test_arguments(
+    arguments: list[str], severity: str, words: str, pair: tuple[Path, Path]
+) -> None:
+    assert words in only(recipe(*pair, engine={"arguments": arguments}), severity)
+
+
+def test_arguments_that_pass(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    free = ["--page-size", "64", "--log-level", "info"]
+    assert findings(recipe(*pair, engine={"arguments": free})) == []
+    draft = drafter(tmp_path / "dspark", dspark=True)
+    decode = {"arguments": ["--disaggregation-decode-enable-radix-cache"]}
+    dspark = {"algorithm": "dspark"}
+    assert findings(recipe(pair[0], draft, draft=dspark, engine=decode)) == []
