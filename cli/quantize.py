@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from . import show
+from .card import leave_card
 from .options import DtypeOption, JsonOption, LimitOption
 
 EXAMPLE = (
@@ -101,6 +102,7 @@ def quantize(
         tell(error.summary, as_json=as_json)
         typer.echo(f"spec: {error}", err=True)
         raise typer.Exit(1) from None
+    leave_card(out, of=draft)
     tell(summary, as_json=as_json)
     if not as_json:
         print(f"wrote {out}: read back equal, RoPE tables included")

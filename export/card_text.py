@@ -198,7 +198,7 @@ def limits(c: CardFacts) -> list[str]:
     measured = sorted({report["temperature"] for report in c.reports})
     return [
         f"- **Contexts**: {contexts(c.record)}.{positions}",
-        "- **Languages and subjects**: not recorded beyond the sources and tags above; expect less "
+        "- **Languages and subjects**: not recorded but for the training data above; expect less "
         "acceptance on text unlike them.",
         f"- **Temperature**: {temperatures(c.record)}; acceptance measured at "
         f"{', '.join(f'{t:g}' for t in measured) if measured else 'none'}. At other temperatures "
