@@ -120,7 +120,7 @@ def tell_verdict(
     if not models.are_here:
         tell("not shown to the engine: it reads the config.json of both models, and one is absent")
         return
-    verdict = validate(start, resolved.draft.quantization)
+    verdict = validate(start, resolved.draft.quantization, resolved.engine.gpu)
     tell(verdict.line())
     if not verdict.accepted:
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ class TargetShape:
 
     layers: int | None
     heads: int | None
+    positions: int | None  # the longest context
     quantization: str | None  # quant_method, modelopt where a file of its own says so
 
 
@@ -86,7 +87,8 @@ def read_shape(directory: Path) -> TargetShape:
         ) from None
     if method is None and (directory / "hf_quant_config.json").is_file():
         method = "modelopt"
-    return TargetShape(text.get("num_hidden_layers"), text.get("num_attention_heads"), method)
+    keys = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    return TargetShape(*(text.get(key) for key in keys), method)
 
 
 def _check(draft: Path, target: Path | None) -> tuple[Report, list[Finding]]:

@@ -15,6 +15,7 @@ from ..recipes.schema import Algorithm, Dtype, Section
 SHIPPED_SERVE = SHIPPED / "serve"
 # What a drafter's file is, by the quant_method of its config.json.
 DraftQuantization = Literal["none", "compressed-tensors", "fp8"]
+Gpu = Literal["hopper", "blackwell"]
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 
 
@@ -70,6 +71,9 @@ class EngineSection(Section):
     """The server: parallelism, memory, cache, what it tells."""
 
     device: Literal["cuda", "cpu"] = "cuda"
+    gpu: Gpu | None = Field(
+        None, description="what the engine's checks assume on a machine without a GPU"
+    )
     host: str = Field("127.0.0.1", description="0.0.0.0: reachable from other machines")
     port: int = Field(30000, gt=0, lt=65536)
     served_name: str | None = Field(None, description="model name of the API; none: target.path")

@@ -13,12 +13,14 @@ from .recipe import ServeRecipe
 
 # Of `--speculative-draft-attention-backend` on NVIDIA GPUs.
 DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
+LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 OWN_DRAFTER = "give the drafter that was trained for this target"
 
 
 def examine(recipe: ServeRecipe, models: Models) -> list[Finding]:
     """All findings, the worst first."""
-    rules = (_drafter, _algorithm, _counts, _layers, _quantization, _parallel, _backends, _modes)
+    rules = (_drafter, _algorithm, _counts, _layers, _quantization, _context)
+    rules += (_parallel, _backends, _modes)
     found = [each for rule in rules for each in rule(recipe, models)]
     found += [*check_arguments(recipe), *models.absent]
     order = ("defect", "warning", "note")
@@ -91,6 +93,23 @@ def _quantization(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
         if known
         else "expected none, compressed-tensors or fp8 (128 x 128 blocks); export it again",
     )
+
+
+def _context(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
+    """The engine serves the drafter with the target's context, and refuses a shorter one."""
+    if recipe.engine.environment.get(LONGER) == "1":
+        return
+    served = recipe.engine.context_length or (models.target and models.target.positions)
+    own = models.draft_shape.get("max_position_embeddings")
+    rope = models.draft_shape.get("rope_parameters") or models.draft_shape.get("rope_scaling")
+    stretched = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
+    if served and type(own) is int and own < served and not stretched:
+        yield _defect(
+            f"the drafter has {own} positions, the server a context of {served}: the engine "
+            "refuses to start",
+            f"set engine.context_length={own}, or engine.environment={{{LONGER}: '1'}} where the "
+            "drafter holds up on longer ones",
+        )
 
 
 def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:

@@ -5,12 +5,12 @@ Takes seconds and no GPU: `--device cuda` is resolved from the two config.json a
 
 import json
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..target.engine import Launch, environment
-from .recipe import DraftQuantization
+from .recipe import DraftQuantization, Gpu
 
 SCRIPT = Path(__file__).parent / "server_args.py"
 TIMEOUT = 300.0  # seconds; importing the engine takes most of them
@@ -26,17 +26,19 @@ class Verdict:
     version: str
     words: str | None  # of its refusal, one line
     resolved: dict[str, Any]
+    assumed: str | None = None  # the GPU, where the machine has none
 
     @property
     def accepted(self) -> bool:
         return self.words is None
 
     def line(self) -> str:
-        who = f"SGLang {self.version}'s ServerArgs"
+        gpu = f", as on a {self.assumed} GPU" if self.assumed else ""
+        who = f"SGLang {self.version}'s ServerArgs{gpu}"
         return f"accepted by {who}" if self.accepted else f"refused by {who}: {self.words}"
 
 
-def validate(launch: Launch, quantization: DraftQuantization) -> Verdict:
+def validate(launch: Launch, quantization: DraftQuantization, gpu: Gpu | None = None) -> Verdict:
     """Run the engine's own checks on a command, and its reading of the drafter's quantization.
 
     Raises ValueError where that interpreter has no such engine.
@@ -45,7 +47,7 @@ def validate(launch: Launch, quantization: DraftQuantization) -> Verdict:
     if "cpu" not in launch.arguments:
         own.pop(NOT_FOR_CUDA, None)
     address = ("--host", launch.host, "--port", str(launch.port))
-    asked = json.dumps({"arguments": [*launch.arguments, *address]})
+    asked = json.dumps({"arguments": [*launch.arguments, *address], "gpu": gpu})
     try:
         done = subprocess.run(
             [launch.python, str(SCRIPT)],
@@ -68,9 +70,9 @@ def validate(launch: Launch, quantization: DraftQuantization) -> Verdict:
             "environment that has sglang"
         )
     said = json.loads(lines[-1])
-    verdict = Verdict(said["version"], said["words"], said["resolved"])
+    verdict = Verdict(said["version"], said["words"], said["resolved"], said["gpu"])
     found = verdict.resolved.get("draft_quantization") or "none"
     if verdict.accepted and found != quantization:
         wrong = f"it would read the drafter as {found}, draft.quantization is {quantization}"
-        return Verdict(verdict.version, wrong, verdict.resolved)
+        return replace(verdict, words=wrong)
     return verdict

@@ -106,6 +106,16 @@ def test_quantization(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert read_shape(quantized).quantization == "modelopt"
 
 
+def test_context_longer_than_the_drafter_s(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The target has 4096 positions, the drafter 32768; then 2048."""
+    assert "refuses to start" in only(recipe(*pair, engine={"context_length": 40000}), "defect")
+    edit(pair[1], max_position_embeddings=2048)
+    assert "has 2048 positions, the server a context of 4096" in only(recipe(*pair), "defect")
+    assert findings(recipe(*pair, engine={"context_length": 2048})) == []
+    allowed = {"environment": {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}}
+    assert findings(recipe(*pair, engine=allowed)) == []
+
+
 @pytest.mark.parametrize(
     ("engine", "words"),
     [

@@ -28,7 +28,9 @@ class Talker(Engine):
 
 
 def section(*prompts: str, chat: bool = True) -> SmokeSection:
-    return SmokeSection(floor=2.0, prompts=list(prompts), chat=chat, max_new_tokens=32)
+    return SmokeSection(
+        floor=2.0, prompts=list(prompts), chat=chat, max_new_tokens=32, timeout=60.0
+    )
 
 
 def test_one_plus_accepted_over_rounds() -> None:
