@@ -87,8 +87,12 @@ def read_shape(directory: Path) -> TargetShape:
         ) from None
     if method is None and (directory / "hf_quant_config.json").is_file():
         method = "modelopt"
-    keys = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    return TargetShape(*(text.get(key) for key in keys), method)
+    return TargetShape(
+        layers=text.get("num_hidden_layers"),
+        heads=text.get("num_attention_heads"),
+        positions=text.get("max_position_embeddings"),
+        quantization=method,
+    )
 
 
 def _check(draft: Path, target: Path | None) -> tuple[Report, list[Finding]]:

@@ -89,8 +89,8 @@ def pair(tmp_path: Path) -> Pair:
         shipped = load_serve_recipe(name)
         model = target(tmp_path / "target", TARGETS[name])
         drafts = shipped.draft.num_draft_tokens or 3
-        positions = {"max_position_embeddings": 262144}
-        draft = drafter(tmp_path / "draft", block_size=drafts + 1, **SHAPE, **positions)
+        shape = {**SHAPE, "max_position_embeddings": 262144, "block_size": drafts + 1}
+        draft = drafter(tmp_path / "draft", **shape)
         return model, quantized(draft, shipped.draft.quantization)
 
     return make
@@ -166,7 +166,6 @@ def test_dspark(tmp_path: Path) -> None:
     ("words", "refusal"),
     [
         (["--no-such-option"], "unrecognized arguments: --no-such-option"),
-        (["--sampling-backend", "none"], "invalid choice"),
         (["--pp-size", "2"], "only supports pp_size == 1"),
     ],
 )
