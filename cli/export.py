@@ -11,6 +11,7 @@ from .options import JsonOption
 
 if TYPE_CHECKING:
     from ..export.check import Report
+    from ..export.findings import Finding
 
 CHECK_EXAMPLE = "Example: `spec check runs/a/draft -t ./model`"
 EXPORT_EXAMPLE = "Example: `spec export -d runs/a/draft --to vllm -o ./for-vllm -t Qwen/Qwen3-4B`"
@@ -46,7 +47,7 @@ def check(
     else:
         show.record(report.facts, as_json=False)
         print()
-        for line in finding_lines(report):
+        for line in report_lines(report):
             print(line)
     if report.has_defect:
         raise typer.Exit(1)
@@ -115,15 +116,20 @@ def tell(report: "Report", out: Path) -> None:
     facts: dict[str, Any] = report.facts
     shown = ("layout", "algorithm", "target_layer_ids", "num_draft_tokens", "dtype", "parameters")
     show.record({key: facts[key] for key in shown}, as_json=False)
-    for line in finding_lines(report):
+    for line in report_lines(report):
         print(line)
     print(f"wrote {out}: read back equal, RoPE tables included")
 
 
-def finding_lines(report: "Report") -> list[str]:
+def report_lines(report: "Report") -> list[str]:
     """Two lines a finding; one where there is none."""
-    lines: list[str] = []
-    for each in report.findings:
-        lines += [f"{each.severity} ({each.engine}): {each.what}", f"  -> {each.cure}"]
     engine = report.facts["checked_for"]
-    return lines or [f"nothing wrong that the files show, for {engine}"]
+    return finding_lines(report.findings) or [f"nothing wrong that the files show, for {engine}"]
+
+
+def finding_lines(findings: "list[Finding]") -> list[str]:
+    """Two lines a finding: what, and what to do."""
+    lines: list[str] = []
+    for each in findings:
+        lines += [f"{each.severity} ({each.engine}): {each.what}", f"  -> {each.cure}"]
+    return lines

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, card, export, quantize, serve, show
+from . import calibrate, card, export, quantize, serve, show, verify
 from .options import (
     DtypeOption,
     JsonOption,
@@ -272,3 +272,4 @@ app.command("import", epilog=export.IMPORT_EXAMPLE)(export.import_)
 app.command(epilog=card.EXAMPLE)(card.card)
 app.command(epilog=quantize.EXAMPLE)(quantize.quantize)
 app.command(epilog=serve.EXAMPLE)(serve.serve)
+app.command(epilog=verify.EXAMPLE)(verify.verify)

@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -196,6 +197,10 @@ class Engine:
             raise EngineError(f"{len(prompts)} prompts asked, the engine answered {answers!r:.200}")
         return [Answer(list(each["output_ids"]), each["meta_info"]) for each in answers]
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, as soon as the last request has left the batch."""
+        self.post("/flush_cache?timeout=60", {})
+
     @property
     def _running(self) -> subprocess.Popen[str]:
         assert self._process is not None, "the engine runs inside its `with` block only"
@@ -271,14 +276,10 @@ def free_port() -> int:
 
 def _end_with_parent() -> None:
     """In the child: end when the thread that started it does, even where that was killed."""
-    try:
+    with suppress(OSError, AttributeError):  # not Linux: the `with` block alone ends it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    except (OSError, AttributeError):
-        pass  # not Linux: the `with` block alone ends it
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # all of them have gone
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass  # all of them have gone
