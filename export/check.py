@@ -12,6 +12,7 @@ from ..target.tensors import Stored, stored_tensors
 from .check_config import check_config
 from .check_quantization import check_quantization, describe
 from .check_target import check_target
+from .check_trained import check_trained
 from .check_weights import EIGHT_BITS, broken_tensors, check_weights
 from .findings import READERS, Engine, Finding, Subject, defect
 from .layouts import detect, parts_of, read_native
@@ -48,7 +49,7 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
         findings = [defect(subject.refusal, "convert it where it was made, or train one anew")]
     else:
         findings = [*check_config(subject), *check_weights(subject), *check_quantization(subject)]
-        findings += _sts(subject)
+        findings += [*check_trained(subject), *_sts(subject)]
         findings += _unreadable(subject, findings)
     if target is not None:
         findings += check_target(subject, target)

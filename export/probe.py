@@ -102,12 +102,9 @@ def variants(draft: DFlashDraft, target: Target) -> list[Variant]:
 
 def _rebuilt(draft: DFlashDraft, config: DFlashConfig, **changed: Tensor) -> DFlashDraft:
     """A drafter of another config with the same weights; those of heads it lacks are left out."""
-    kind = DSparkDraft if isinstance(config, DSparkConfig) else DFlashDraft
-    with torch.device("meta"):
-        wanted = kind(config).state_dict().keys()
+    made = DSparkDraft(config) if isinstance(config, DSparkConfig) else DFlashDraft(config)
     state = {**draft.state_dict(), **changed}
-    made = kind(config)
-    made.load_state_dict({name: state[name] for name in wanted})
+    made.load_state_dict({name: state[name] for name in made.state_dict()})
     return made.to(device=draft.device, dtype=draft.dtype).eval()
 
 

@@ -103,7 +103,7 @@ def save_draft(
     draft.save(out / "draft")
     for name in (STS, SPS):
         (out / "draft" / name).unlink(missing_ok=True)
-    write_provenance(out, recipe, target, state, sources)
+    write_provenance(out, draft, recipe, target, state, sources)
 
 
 def _without_folders(value: Any) -> Any:
@@ -117,11 +117,18 @@ def _without_folders(value: Any) -> Any:
 
 
 def write_provenance(
-    out: Path, recipe: Recipe, target: Target, state: TrainState, sources: Sequence[Source]
+    out: Path,
+    draft: DFlashDraft,
+    recipe: Recipe,
+    target: Target,
+    state: TrainState,
+    sources: Sequence[Source],
 ) -> None:
-    """`draft/spec.json`: what this drafter was made from. No paths."""
+    """`draft/spec.json`: what this drafter was made from, and as what. No paths."""
     manifests = sorted((out / "data").glob("*.manifest.json"))
     record = {
+        # A copy: config.json goes through many hands, and `spec check` compares.
+        "config": draft.config.to_json(str(draft.dtype).removeprefix("torch.")),
         "recipe": _without_folders(recipe.model_dump(mode="json", exclude={"out"})),
         "data": {path.name: json.loads(path.read_text()) for path in manifests},
         "training_data": {
