@@ -57,8 +57,9 @@ def verify(
 
     Compares hidden states, tokens, and each request's histogram of accepted drafts with ours.
     """
-    from ..export.verify import Plan, write_verification
+    from ..export.engine_runs import Plan
     from ..export.verify import verify as run
+    from ..export.verify import write_verification
     from . import inputs
 
     interpreter = find_python(python)
