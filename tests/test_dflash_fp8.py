@@ -93,8 +93,10 @@ def test_zeros_and_tiny_values_alone(scheme: Scheme) -> None:
     for value in (0.0, 1e-12, 1e-40, 6e4):
         full = torch.full((2, 16), value)
         weight, scale = quantize_weight(full, scheme)
-        torch.testing.assert_close(dequantize(weight, scale), full, rtol=1e-6, atol=1e-40)
-        assert (scale > 0).all()
+        torch.testing.assert_close(dequantize(weight, scale), full, rtol=1e-6, atol=1e-38)
+        # Neither 0 nor a number that kernels flush to 0.
+        assert (scale >= torch.finfo(torch.float32).tiny).all()
+        assert value or (scale == 1).all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
