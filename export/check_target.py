@@ -71,11 +71,18 @@ def _mask(s: Subject, facts: TargetFacts, directory: Path) -> Iterator[Finding]:
             f"mask_token_id {mask} is no row of the target's embedding ({rows})", OTHER_TARGET
         )
         return
+    name = repr(tokenizer.convert_ids_to_tokens(mask))
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    if mask in ends:
+        yield defect(
+            f"mask_token_id {mask} is {name}, with which texts begin, end or are padded",
+            "write the mask token it was trained with; spec inspect TARGET lists free rows",
+        )
+        return
     free = free_mask_tokens(tokenizer, rows)
     if mask not in free and not (free and mask == suggest_mask_token(tokenizer, rows)):
         yield warning(
-            f"mask_token_id {mask} is {tokenizer.convert_ids_to_tokens(mask)!r}, which the "
-            "target's tokenizer uses",
+            f"mask_token_id {mask} is {name}, which the target's tokenizer uses",
             "train with a free row; spec inspect TARGET lists them",
         )
 
