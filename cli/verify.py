@@ -42,7 +42,7 @@ def verify(
         typer.Option(help="float32: histograms have to be equal; bfloat16: lengths within."),
     ] = "float32",
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Share of the acceptance length, in bfloat16.")
+        float, typer.Option(min=0.0, help="Share of the acceptance length, in bfloat16 or FP8.")
     ] = 0.01,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where both run.")] = "cpu",
     tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Ranks of the engine.")] = 1,

@@ -44,23 +44,25 @@ def diagnose_features(layers: Sequence[LayerMatch], dtype: str) -> list[Finding]
 
 
 def diagnose_passes(
-    passes: Sequence[PassResult], dtype: str, tolerance: float, engine: str = "SGLang"
+    passes: Sequence[PassResult], *, exact_text: bool, tolerance: float
 ) -> list[Finding]:
-    """What is wrong with the passes; nothing where they agree (float32: equal, else in length)."""
+    """What is wrong with the passes; nothing where they agree.
+
+    `exact_text` asks for plain decoding's text; `tolerance` is `agrees`'.
+    """
     found: list[Finding] = []
-    exact = dtype == "float32"
     for each in passes:
-        if exact and each.num_equal_text < each.num_requests:
+        if exact_text and each.num_equal_text < each.num_requests:
             found.append(
                 defect(
                     f"{each.name}: {each.num_requests - each.num_equal_text} of "
                     f"{each.num_requests} answers differ from the engine's own plain decoding; a "
                     "drafter cannot do that, verification is at fault",
-                    f"report it to {engine}, and do not serve with these options",
+                    "report it to the engine, and do not serve with these options",
                     "SGLang",
                 )
             )
-    differing = [each for each in passes if not agrees(each, dtype, tolerance)]
+    differing = [each for each in passes if not agrees(each, tolerance)]
     if not differing:
         return found
     if len(differing) < len(passes):
@@ -77,9 +79,9 @@ def diagnose_passes(
     return [*found, _pattern(differing[0])]
 
 
-def agrees(each: PassResult, dtype: str, tolerance: float) -> bool:
-    """float32: every histogram equal. Else acceptance lengths, of requests with the same text."""
-    if dtype == "float32":
+def agrees(each: PassResult, tolerance: float) -> bool:
+    """Tolerance 0: every histogram equal. Else acceptance lengths, a share of ours apart."""
+    if tolerance == 0:
         return each.num_equal_histogram == each.num_requests
     theirs, own = compared_lengths(each)
     return abs(theirs - own) <= tolerance * own

@@ -96,7 +96,9 @@ def untrained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def in_vllms_layout(folder: Path) -> None:
-    export_draft(folder, folder.parent / "vllm", "vllm", target=str(trained_draft.target_directory()))
+    export_draft(
+        folder, folder.parent / "vllm", "vllm", target=str(trained_draft.target_directory())
+    )
     shutil.rmtree(folder)
     (folder.parent / "vllm").rename(folder)
 
@@ -126,30 +128,112 @@ class Case:
 EOS = 258
 CASES = [
     Case("heads missing", "vanilla", without("markov_head."), "check", "markov_head"),
-    Case("heads named model.*", "gated", renamed("markov_head.", "model.markov_head."), "check", "markov_head"),
-    Case("gated config, vanilla weights", "vanilla", flat(markov_head_type="gated"), "check", "weights are those of vanilla"),
+    Case(
+        "heads named model.*",
+        "gated",
+        renamed("markov_head.", "model.markov_head."),
+        "check",
+        "markov_head",
+    ),
+    Case(
+        "gated config, vanilla weights",
+        "vanilla",
+        flat(markov_head_type="gated"),
+        "check",
+        "weights are those of vanilla",
+    ),
     Case("q norms missing", "dflash", without("q_norm"), "check", "q_norm"),
-    Case("a layer more in the config", "dflash", flat(num_hidden_layers=3, layer_types=["full_attention"] * 3), "check", "config.json says 3 draft layers, the file holds 2"),
+    Case(
+        "a layer more in the config",
+        "dflash",
+        flat(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "check",
+        "config.json says 3 draft layers, the file holds 2",
+    ),
     Case("fc transposed", "dflash", fc(lambda w: w.t()), "check", "fc.weight"),
     Case("vLLM's numbering", "dflash", in_vllms_layout, "check", "speculators"),
-    Case("DSpark labelled DFlash", "rnn", flat(architectures=["DFlashDraftModel"]), "check", "DFlash"),
-    Case("layer ids descending", "gated", flat(target_layer_ids=[3, 2, 1]), "check", "do not rise strictly"),
-    Case("the mask token ends texts", "vanilla", flat(mask_token_id=EOS), "check", "mask_token_id 258 is '<|im_end|>'"),
+    Case(
+        "DSpark labelled DFlash", "rnn", flat(architectures=["DFlashDraftModel"]), "check", "DFlash"
+    ),
+    Case(
+        "layer ids descending",
+        "gated",
+        flat(target_layer_ids=[3, 2, 1]),
+        "check",
+        "do not rise strictly",
+    ),
+    Case(
+        "the mask token ends texts",
+        "vanilla",
+        flat(mask_token_id=EOS),
+        "check",
+        "mask_token_id 258 is '<|im_end|>'",
+    ),
     Case("no block size", "vanilla", flat(block_size=None), "check", "block_size"),
-    Case("layer ids one too low, recorded", "dflash", nested(target_layer_ids=[0, 1, 2]), "record", "target_layer_ids is [0, 1, 2], the drafter was trained with [1, 2, 3]"),
+    Case(
+        "layer ids one too low, recorded",
+        "dflash",
+        nested(target_layer_ids=[0, 1, 2]),
+        "record",
+        "target_layer_ids is [0, 1, 2], the drafter was trained with [1, 2, 3]",
+    ),
     Case("another theta, recorded", "gated", theta(1e6), "record", "rope is"),
-    Case("another mask token, recorded", "rnn", flat(mask_token_id=263), "record", "mask_token_id is 263"),
+    Case(
+        "another mask token, recorded",
+        "rnn",
+        flat(mask_token_id=263),
+        "record",
+        "mask_token_id is 263",
+    ),
     Case("a causal block, recorded", "dflash", flat(is_causal=True), "record", "is_causal is True"),
-    Case("layer ids one too low", "dflash", nested(target_layer_ids=[0, 1, 2]), "probe", "target_layer_ids [1, 2, 3] instead of [0, 1, 2]"),
+    Case(
+        "layer ids one too low",
+        "dflash",
+        nested(target_layer_ids=[0, 1, 2]),
+        "probe",
+        "target_layer_ids [1, 2, 3] instead of [0, 1, 2]",
+    ),
     Case("another theta", "vanilla", theta(1e6), "probe", "rope_theta 10000 instead of 1e+06"),
-    Case("slots shifted", "vanilla", labelled_dflash, "probe", "labelled DFlash and drafts as DSpark"),
-    Case("fc's layers in another order", "rnn", fc(lambda w: w.unflatten(1, (3, -1)).flip(1).flatten(1)), "probe", "descending layer order"),
-    Case("fc transposed, layer by layer", "gated", fc(lambda w: w.unflatten(1, (3, -1)).transpose(0, 2).flatten(1)), "probe", "fc transposed"),
-    Case("gate and up swapped", "dflash", swapped("gate_proj", "up_proj"), "probe", "gate_proj and up_proj"),
-    Case("the head's sign turned", "vanilla", weights(turned_head), "probe", "the sequential head makes the drafts worse"),
-    Case("markov_w1 and markov_w2 swapped", "gated", swapped("markov_w1", "markov_w2"), "probe", "markov_w1 and markov_w2"),
+    Case(
+        "slots shifted", "vanilla", labelled_dflash, "probe", "labelled DFlash and drafts as DSpark"
+    ),
+    Case(
+        "fc's layers in another order",
+        "rnn",
+        fc(lambda w: w.unflatten(1, (3, -1)).flip(1).flatten(1)),
+        "probe",
+        "descending layer order",
+    ),
+    Case(
+        "fc transposed, layer by layer",
+        "gated",
+        fc(lambda w: w.unflatten(1, (3, -1)).transpose(0, 2).flatten(1)),
+        "probe",
+        "fc transposed",
+    ),
+    Case(
+        "gate and up swapped",
+        "dflash",
+        swapped("gate_proj", "up_proj"),
+        "probe",
+        "gate_proj and up_proj",
+    ),
+    Case(
+        "the head's sign turned",
+        "vanilla",
+        weights(turned_head),
+        "probe",
+        "the sequential head makes the drafts worse",
+    ),
+    Case(
+        "markov_w1 and markov_w2 swapped",
+        "gated",
+        swapped("markov_w1", "markov_w2"),
+        "probe",
+        "markov_w1 and markov_w2",
+    ),
     Case("never trained", "dflash", weights(untrained), "probe", "almost nothing is accepted"),
-]  # fmt: skip
+]
 
 
 @cache

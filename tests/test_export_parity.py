@@ -48,7 +48,9 @@ def test_equal_sums_of_unequal_requests_are_no_match() -> None:
     result = compare_pass("single", answers, [[1, 2]] * 2, decoded, K)
     assert result.acceptance_length == result.acceptance_length_ours
     assert result.num_equal_histogram == 0
-    assert [f.severity for f in diagnose_passes([result], "float32", 0.01)] == ["defect"]
+    assert [f.severity for f in diagnose_passes([result], exact_text=True, tolerance=0.0)] == [
+        "defect"
+    ]
 
 
 def test_an_engine_that_drafts_more_differs() -> None:
@@ -60,7 +62,7 @@ def test_text_is_compared_with_the_engines_plain_decoding() -> None:
     answers = [theirs(1, text=(1, 2)), theirs(1, text=(1, 3))]
     result = compare_pass("single", answers, [[1, 2], [1, 2]], [ours(0), ours(0)], K)
     assert result.num_equal_text == 1
-    found = diagnose_passes([result], "float32", 0.0)
+    found = diagnose_passes([result], exact_text=True, tolerance=0.0)
     assert "1 of 2 answers differ from the engine's own plain decoding" in found[0].what
 
 
@@ -69,8 +71,8 @@ def test_in_bfloat16_lengths_of_the_requests_with_our_text_count() -> None:
     answers = [theirs(0, 0, 0, 10), theirs(5, text=(9,))]
     result = compare_pass("single", answers, [[1, 2]] * 2, [ours(*[3] * 10), ours(*[3] * 5)], K)
     assert result.acceptance_length_same_text == result.acceptance_length_same_text_ours == 4.0
-    assert diagnose_passes([result], "bfloat16", 0.01) == []
-    assert diagnose_passes([result], "float32", 0.01) != []
+    assert diagnose_passes([result], exact_text=False, tolerance=0.01) == []
+    assert diagnose_passes([result], exact_text=True, tolerance=0.0) != []
 
 
 def one_pass(survival: list[float], own: list[float], name: str = "single", **more: Any) -> Any:
@@ -99,7 +101,7 @@ RIGHT = [0.9, 0.7, 0.5, 0.4]
     ],
 )
 def test_patterns_have_names(survival: list[float], named: str) -> None:
-    found = diagnose_passes([one_pass(survival, RIGHT)], "float32", 0.01)
+    found = diagnose_passes([one_pass(survival, RIGHT)], exact_text=True, tolerance=0.0)
     assert len(found) == 1 and named in found[0].what, found
 
 
@@ -110,13 +112,18 @@ def test_a_pass_that_differs_alone_points_at_what_it_adds() -> None:
         one_pass(RIGHT, RIGHT, "batched", **good),
         one_pass([0.5, 0.2, 0.1, 0.0], RIGHT, "cached"),
     ]
-    found = diagnose_passes(passes, "float32", 0.01)
+    found = diagnose_passes(passes, exact_text=True, tolerance=0.0)
     assert len(found) == 1
     assert "only in the passes cached" in found[0].what and "prefix cache" in found[0].cure
 
 
 def test_agreement_has_no_finding() -> None:
-    assert diagnose_passes([one_pass(RIGHT, RIGHT, num_equal_histogram=10)], "float32", 0.01) == []
+    assert (
+        diagnose_passes(
+            [one_pass(RIGHT, RIGHT, num_equal_histogram=10)], exact_text=True, tolerance=0.0
+        )
+        == []
+    )
 
 
 def states() -> torch.Tensor:

@@ -9,7 +9,10 @@ test -x "$directory/bin/python" || "$python" -m venv "$directory"
 pip=("$directory/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/requirements.txt"
-"${pip[@]}" "$here/stand_in"
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+cp -r "$here/stand_in" "$scratch/" # a build leaves files beside its source
+"${pip[@]}" "$scratch/stand_in"
 
 # torchvision's compiled half wants CUDA and SGLang needs none of it, but its Python half describes two operators of it.
 "$directory/bin/python" - <<'PY'

@@ -6,6 +6,7 @@ and changes nothing that decides which tokens are drafted or kept.
 """
 
 import __future__
+
 import inspect
 from types import ModuleType
 from typing import Any
