@@ -1,7 +1,5 @@
 """`spec verify`: the parity gate of a drafter on a real engine."""
 
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +8,7 @@ import typer
 from .export import finding_lines
 from .options import JsonOption, LimitOption, PromptsOption, TargetOption
 from .serve import find_python
+from .serve import tell as say
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -60,6 +59,7 @@ def verify(
     from ..export.engine_runs import Plan
     from ..export.verify import verify as run
     from ..export.verify import write_verification
+    from ..serve.run import ends_in_order
     from . import inputs
 
     interpreter = find_python(python)
@@ -68,8 +68,6 @@ def verify(
             "no engine: give --python PATH of an environment that has sglang (make engine builds "
             "one for a CPU)"
         )
-    # Without this, SIGTERM would end us before the engine is told.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     plan = Plan(
         directory=directory,
         target=target,
@@ -86,7 +84,8 @@ def verify(
         probe=probe,
     )
     asked = inputs.read_sources(prompts, "heldout", limit)
-    result = run(plan, asked, tell=lambda line: print(f"spec: {line}", file=sys.stderr, flush=True))
+    with ends_in_order():
+        result = run(plan, asked, tell=say)
     path = write_verification(result, out)
     if as_json:
         print(path.read_text(), end="")

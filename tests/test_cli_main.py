@@ -22,9 +22,12 @@ VERBS = [
     "inspect",
     "plan",
     "prepare",
+    "quantize",
     "recipes",
     "regenerate",
+    "serve",
     "train",
+    "verify",
 ]
 
 

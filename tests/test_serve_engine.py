@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import trained_draft
 from engine_env import engine_python
 
 from spec.target.engine import free_port
@@ -15,20 +16,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SPEC = (sys.executable, "-c", "from spec.cli.main import main; main()")
 WAIT = 300.0  # seconds; 20 to 60 on idle cores
-# A short tiny run: about a third of the recipe's steps and prompts.
-SHORT = (
-    *("data.max_prompts=600", "train.steps=80", "train.eval_every=80", "train.save_every=80"),
-    *("eval.prompts=4", "eval.final_prompts=4", "eval.baselines=false"),
-)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a drafter that were trained for a minute."""
-    out = tmp_path_factory.mktemp("run")
-    words = [*SPEC, "train", "--recipe", "tiny", f"out={out}", *SHORT]
-    subprocess.run(words, check=True, capture_output=True)
-    return out
+def run() -> Path:
+    """A directory with a target and a drafter that have learned something."""
+    folder = trained_draft.trained_draft("dflash").parent
+    (folder / "target").symlink_to(trained_draft.target_directory())
+    return folder
 
 
 def command(run: Path, log: Path, port: int, *overrides: str) -> list[str]:
