@@ -143,7 +143,7 @@ def _layers(draft: DFlashDraft) -> list[Variant]:
             found.append(
                 Variant(
                     what,
-                    f"fc.weight is stored wrongly: it accepts more with {what}",
+                    "fc.weight is stored wrongly",
                     "store fc as [hidden, layers x hidden], the layers ascending",
                     lambda weight=weight: _rebuilt(draft, draft.config, **{"fc.weight": weight}),
                 )
