@@ -26,7 +26,9 @@ def commands(text: str) -> list[list[str]]:
     starts = [
         next((i for i, word in enumerate(w) if Path(word).name == "spec"), None) for w in words
     ]
-    return [w[i + 1 :] for w, i in zip(words, starts, strict=True) if i is not None]
+    found = [w[i + 1 :] for w, i in zip(words, starts, strict=True) if i is not None]
+    # What stands after -- is another program's.
+    return [w[: w.index("--")] if "--" in w else w for w in found]
 
 
 def options_of(words: list[str]) -> str:
