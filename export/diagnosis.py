@@ -149,12 +149,12 @@ def diagnose_drafter(probed: Probe | None, own: float, recorded: float | None) -
     """
     found: list[Finding] = []
     if probed is not None and probed.better:
-        variant, length = probed.better[0]
+        best = probed.better[0]
         found.append(
             defect(
-                f"{variant.mistake}; with {variant.what} it accepts {length:.2f} tokens a step, as "
-                f"it is {probed.acceptance_length:.2f}",
-                variant.cure,
+                f"{best.mistake}; with {best.what} it accepts {best.acceptance_length:.2f} tokens "
+                f"a step, as it is {probed.acceptance_length:.2f}",
+                best.cure,
             )
         )
     if own < DEAD and not found:

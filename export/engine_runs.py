@@ -59,6 +59,7 @@ class Ours:
     """What `spec` itself finds on the prompts."""
 
     prompts: list[list[int]]
+    num_skipped: dict[str, int]  # prompts that cannot be decoded, by reason
     decoded: list[Decoded]
     features: list[Tensor]  # [L+1, T, H] of the first prompts: the embedding, then each layer
     layer_ids: tuple[int, ...]
@@ -85,7 +86,7 @@ def measure(plan: Plan, prompts: Sequence[Prompt], tell: Tell) -> Ours:
     target = Target.load(plan.target, dtype=getattr(torch, plan.dtype), device=plan.device)
     draft = load_draft(plan.directory, dtype=target.dtype, device=plan.device)
     config = draft.config
-    groups, _ = encode_groups(target, prompts, plan.max_new_tokens + config.num_draft_tokens)
+    groups, skipped = encode_groups(target, prompts, plan.max_new_tokens + config.num_draft_tokens)
     ids = [prompt for group in groups.values() for prompt in group]
     drafter = NetworkDrafter(draft, target)
     options = {"max_new_tokens": plan.max_new_tokens, "stop_token_ids": ()}
@@ -94,11 +95,10 @@ def measure(plan: Plan, prompts: Sequence[Prompt], tell: Tell) -> Ours:
     if plan.probe:
         tell("probe: the same drafter with one likely mistake undone at a time")
         tokens = min(PROBE_TOKENS, plan.max_new_tokens)
-        probed = probe(
-            draft, target, ids[:PROBE_PROMPTS], max_new_tokens=tokens, advance=lambda what: None
-        )
+        probed = probe(draft, target, ids[:PROBE_PROMPTS], max_new_tokens=tokens)
     return Ours(
         prompts=ids,
+        num_skipped=dict(skipped),
         decoded=decoded,
         features=[_every_layer(target, prompt) for prompt in ids[:FEATURE_PROMPTS]],
         layer_ids=tuple(config.target_layer_ids),

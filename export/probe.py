@@ -42,38 +42,40 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a variant accepts. Keeps no weights, as the target may need their place."""
+
+    what: str
+    mistake: str
+    cure: str
+    acceptance_length: float
+
+
+@dataclass(frozen=True)
 class Probe:
     """The acceptance length as read, and with each variant; same prompts, same loop."""
 
     acceptance_length: float
-    variants: list[tuple[Variant, float]]
+    variants: list[Measured]
 
     @property
-    def better(self) -> list[tuple[Variant, float]]:
+    def better(self) -> list[Measured]:
         """Variants that accept clearly more, best first."""
-        least = max(LEAST_GAIN, LEAST_SHARE * self.acceptance_length)
-        found = [each for each in self.variants if each[1] >= self.acceptance_length + least]
-        return sorted(found, key=lambda each: -each[1])
+        least = self.acceptance_length + max(LEAST_GAIN, LEAST_SHARE * self.acceptance_length)
+        found = [each for each in self.variants if each.acceptance_length >= least]
+        return sorted(found, key=lambda each: -each.acceptance_length)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "acceptance_length": self.acceptance_length,
-            "variants": {variant.what: length for variant, length in self.variants},
+            "variants": {each.what: each.acceptance_length for each in self.variants},
         }
 
 
 def probe(
-    draft: DFlashDraft,
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    advance: Callable[[str], None],
+    draft: DFlashDraft, target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> Probe:
-    """Decode the prompts with the drafter as it was read and with each likely mistake undone.
-
-    `advance` hears what has been measured.
-    """
+    """Decode the prompts with the drafter as it was read and with each likely mistake undone."""
 
     def length(one: DFlashDraft) -> float:
         decoded = speculate(
@@ -86,12 +88,11 @@ def probe(
         )
         return acceptance(decoded, one.config.num_draft_tokens)
 
-    own = length(draft)
-    measured: list[tuple[Variant, float]] = []
-    for variant in variants(draft, target):
-        measured.append((variant, length(variant.make())))
-        advance(variant.what)
-    return Probe(own, measured)
+    measured = [
+        Measured(each.what, each.mistake, each.cure, length(each.make()))
+        for each in variants(draft, target)
+    ]
+    return Probe(length(draft), measured)
 
 
 def variants(draft: DFlashDraft, target: Target) -> list[Variant]:

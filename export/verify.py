@@ -8,11 +8,14 @@ cache.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt
@@ -77,6 +80,8 @@ def verify(
         if report.has_defect:
             return result
     ours = measure(plan, prompts, tell)
+    gc.collect()
+    torch.cuda.empty_cache()  # the engine needs the target's place; without a GPU this does nothing
     result.probed = ours.probed
     length = acceptance(ours.decoded, ours.num_draft_tokens)
     result.facts |= {
@@ -84,6 +89,7 @@ def verify(
         "algorithm": ours.algorithm,
         "num_draft_tokens": ours.num_draft_tokens,
         "num_prompts": len(ours.prompts),
+        "num_skipped": ours.num_skipped,
         "quantized": ours.quantized,
         # Of the acceptance length; 0: every histogram has to be equal. An activation on the edge
         # of an FP8 step falls to either side.

@@ -259,9 +259,7 @@ def diagnosis(case: Case, folder: Path) -> list[str]:
     if case.caught_by != "probe":
         return seen
     assert seen == []
-    probed = probe(
-        load_draft(folder), target(), prompts(), max_new_tokens=TOKENS, advance=lambda what: None
-    )
+    probed = probe(load_draft(folder), target(), prompts(), max_new_tokens=TOKENS)
     found = diagnose_drafter(probed, probed.acceptance_length, None)
     return [each.what for each in found if each.severity == "defect"]
 
