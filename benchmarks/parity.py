@@ -15,6 +15,7 @@ from typing import Any
 from spec.cli.inputs import drafter_name, read_sources
 from spec.export.engine_runs import Plain, Plan, measure, run_plain
 from spec.export.verify import Verification, verify, write_verification
+from spec.recipes.algorithms import load_draft
 
 HEAD = (
     "| drafter | setting | passed | single | batched | cached | text as plain | "
@@ -54,6 +55,7 @@ def main() -> None:
     for setting in options.settings:
         dtype, *ranks = setting.split("-tp")
         plain: Plain | None = None
+        layers: tuple[int, ...] = ()
         for draft in options.draft:
             name = drafter_name(draft)
             out = options.out / setting / name.replace("/", "-")
@@ -61,7 +63,12 @@ def main() -> None:
             plan_options["tensor_parallel"] = int(ranks[0]) if ranks else 1
             plan = Plan(Path(draft), options.target, options.python, out, **plan_options)
             tell(f"{setting}, {name}")
-            plain = plain or run_plain(plan, measure(plan, prompts, tell), tell)
+            if plain is None:
+                ours = measure(plan, prompts, tell)
+                layers, plain = ours.layer_ids, run_plain(plan, ours, tell)
+            assert load_draft(draft).config.target_layer_ids == layers, (
+                f"{name} reads other layers than the first"
+            )
             result = verify(plan, prompts, tell=tell, plain=plain)
             write_verification(result, out)
             print(row(name, setting, result), flush=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..eval.acceptance import Rounds, measure
 from ..eval.decode import Decoded
-from ..target.engine import Answer
+from ..target.engine import Answer, EngineError
 
 # Largest relative error (root of the mean square) of a layer's features by dtype of the target.
 FEATURE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -55,10 +55,6 @@ class PassResult:
     survival_at: list[float]
     survival_at_ours: list[float]
     different: list[dict[str, Any]]
-
-    @property
-    def num_equal_text_to_ours(self) -> int:
-        return self.num_requests - len(self.different)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "different": self.different[:SHOWN]}
@@ -121,13 +117,13 @@ def compare_features(
     """Each layer that the engine captured, beside every layer of ours.
 
     `engine` has [T, n*H] a prompt, `ours` [L+1, T, H]: the embedding, then each layer's output.
-    Raises ValueError where the engine returned other rows than the prompt has tokens.
+    Raises EngineError where the engine returned other rows than the prompt has tokens.
     """
     n = len(layer_ids)
     for theirs, own in zip(engine, ours, strict=True):
         wanted = [own.shape[1], n * own.shape[2]]
         if list(theirs.shape) != wanted:
-            raise ValueError(
+            raise EngineError(
                 f"the engine captured {list(theirs.shape)} where {wanted} was expected (tokens of "
                 "the prompt, layers x hidden size); serve it with --disable-radix-cache"
             )

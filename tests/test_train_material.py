@@ -125,6 +125,17 @@ def test_a_process_tokenizes_its_share_and_its_rows_are_those_of_one_process(
     assert material_of(recipe, target).rows == whole.rows
 
 
+def test_a_time_too_short_for_one_answer_is_told_and_tried_again(
+    target: Target, tmp_path: Path
+) -> None:
+    recipe = recipe_of(target, tmp_path, tmp_path / "run", "data.minutes=1e-9")
+    with pytest.raises(ValueError, match=r"no answer to 6 prompts was finished .* give it more"):
+        material_of(recipe, target)
+    assert not (tmp_path / "run" / "data" / "answers.done").exists()
+    recipe = recipe_of(target, tmp_path, tmp_path / "run")
+    assert len(material_of(recipe, target).rows) == 5
+
+
 def test_heldout_room_is_that_of_the_drafters_own_block(target: Target, tmp_path: Path) -> None:
     """A warm start brings its block size; the recipe's does not count then."""
     recipe = recipe_of(target, tmp_path, tmp_path / "run", "data.max_length=100000")

@@ -62,6 +62,13 @@ def answer_share(
     if writer is not None:
         writer.flush()
     state.wait_for_everyone()
+    written = any(path.stat().st_size for path in folder.glob("answers-*.jsonl"))
+    if data.minutes is not None and not written:
+        # Not done: the next start tries again.
+        raise ValueError(
+            f"no answer to {len(prompts)} prompts was finished within data.minutes={data.minutes}; "
+            "give it more (make quickstart: MINUTES=15), or lower data.batch_size"
+        )
     cpu_seconds = sum(gather_object([time.process_time()]))
     if state.is_main_process:
         done.write_text(json.dumps({"cpu_seconds": cpu_seconds}))

@@ -7,7 +7,7 @@ python=${2:-python3}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 test -x "$directory/bin/python" || "$python" -m venv "$directory"
 pip=("$directory/bin/python" -m pip install --quiet --disable-pip-version-check)
-"${pip[@]}" torch==2.13.0
+"${pip[@]}" "$(grep "^torch==" "$here/../../constraints.txt")" # the toolkit's own
 "${pip[@]}" --no-deps -r "$here/requirements.txt"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
