@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -35,14 +36,12 @@ def card(
 ) -> None:
     """Write a drafter's model card from its files and its reports.
 
-    What the files do not say is called unknown. --json prints the metadata.
+    What the files do not say is called not recorded. --json prints the metadata.
     """
-    from ..export.card import CARD, make_card, stated_license, write_card
+    from ..export.card import card_path, make_card, write_card
 
-    place = directory / CARD if out is None else out
     if only_print:
-        kept = license or stated_license(place)
-        made = make_card(directory, reports=report or [], license=kept)
+        made = make_card(directory, reports=report or [], license=license, out=out)
     else:
         made = write_card(directory, reports=report or [], license=license, out=out, force=force)
     if as_json:
@@ -50,13 +49,14 @@ def card(
     elif only_print:
         print(made.text, end="")
     else:
-        print(f"wrote {place}")
+        print(f"wrote {card_path(directory, out)}")
 
 
 def leave_card(directory: Path, *, of: Path | None = None) -> None:
     """Write the card of a drafter that a verb has just made; a hand-written one stays, with a note.
 
-    `of` is the drafter it was made from, whose card may state a licence.
+    The drafter is there already, so a card that cannot be made is a warning and no error. `of` is
+    the drafter it was made from, whose card may state a licence.
     """
     from ..export.card import CARD, is_ours, stated_license, write_card
 
@@ -64,4 +64,7 @@ def leave_card(directory: Path, *, of: Path | None = None) -> None:
     if path.exists() and not is_ours(path):
         print(f"{path} was written or changed by hand and stays as it is", file=sys.stderr)
         return
-    write_card(directory, license=None if of is None else stated_license(of / CARD))
+    try:
+        write_card(directory, license=None if of is None else stated_license(of / CARD))
+    except (ValueError, OSError) as error:
+        warnings.warn(f"no card: {error}; spec card {directory} writes it", stacklevel=2)

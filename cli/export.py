@@ -63,8 +63,8 @@ def export(
     from ..export.convert import export_draft
 
     report = export_draft(draft, out, to, target=target)
-    leave_card(out, of=draft)
     tell(report, out)
+    leave_card(out, of=draft)
 
 
 def import_(
@@ -97,8 +97,8 @@ def import_(
         num_target_layers=num_target_layers,
     )
     report = import_draft(directory, out, given=given, target=target)
-    leave_card(out, of=directory)
     tell(report, out)
+    leave_card(out, of=directory)
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -118,7 +118,7 @@ def tell(report: "Report", out: Path) -> None:
     show.record({key: facts[key] for key in shown}, as_json=False)
     for line in report_lines(report):
         print(line)
-    print(f"wrote {out}: read back equal, RoPE tables included")
+    print(show.written(out))
 
 
 def report_lines(report: "Report") -> list[str]:

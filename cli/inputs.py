@@ -1,11 +1,11 @@
 """What the verbs read: prompts from files and built-in sources, the target, drafters."""
 
-import json
 import warnings
 from pathlib import Path
 
 from ..data.prompts import Prompt, read_prompts
 from ..data.stdlib import Split
+from ..dflash.files import read_provenance, stated
 from ..dspark.calibration import STS, read_sts
 from ..dspark.draft import DSparkDraft
 from ..dspark.schedule import Schedule, static_threshold
@@ -63,13 +63,10 @@ def warn_of_another_target(path: str, target: Target) -> None:
 
     Of the same shape it decodes correctly, and accepts little.
     """
-    try:
-        made_for = json.loads((Path(path) / "spec.json").read_text())["target"]
-        name, revision = made_for["name"], made_for["revision"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not every drafter says what it was trained for
+    record = read_provenance(path)
+    name, revision = stated(record, "target", "name"), stated(record, "target", "revision")
     found = target_revision(target.path)
-    if revision != found:
+    if revision is not None and revision != found:  # not every drafter says
         warnings.warn(
             f"{drafter_name(path)} was trained for {name} ({revision}), this target is "
             f"{target.name} ({found}): its acceptance says little; give the target it was made for",

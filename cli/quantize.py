@@ -2,13 +2,17 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from . import show
 from .card import leave_card
 from .options import DtypeOption, JsonOption, LimitOption
+
+if TYPE_CHECKING:
+    from ..data.prompts import Prompt
+    from ..target.model import Target
 
 EXAMPLE = (
     "Example: `spec quantize -d runs/a/draft --to fp8 -o runs/a/draft-fp8 -t ./model -p code.jsonl`"
@@ -83,18 +87,10 @@ def quantize(
     quantization = Quantization(scheme, tuple(part for part in PARTS if part in kept))
     gate = None
     if measure:
-        if target is None or not prompts:
-            raise ValueError(
-                "no --target or no --prompts to measure the acceptance length on; give both, or "
-                "--no-measure where the target cannot be loaded here"
-            )
-        gate = Gate(
-            inputs.load_target(target, dtype),
-            inputs.read_sources(prompts, "heldout", limit),
-            MeasureOptions(max_new_tokens, batch_size),
-            max_drop / 100,
-        )
-        inputs.warn_of_another_target(str(draft), gate.target)
+        options = MeasureOptions(max_new_tokens, batch_size)
+        loaded, asked = measured_on(target, prompts, dtype, limit)
+        inputs.warn_of_another_target(str(draft), loaded)
+        gate = Gate(loaded, asked, options, max_drop / 100)
     name = inputs.drafter_name(str(draft))
     try:
         summary = quantize_draft(draft, out, quantization, name=name, gate=gate)
@@ -102,10 +98,24 @@ def quantize(
         tell(error.summary, as_json=as_json)
         typer.echo(f"spec: {error}", err=True)
         raise typer.Exit(1) from None
-    leave_card(out, of=draft)
     tell(summary, as_json=as_json)
     if not as_json:
-        print(f"wrote {out}: read back equal, RoPE tables included")
+        print(show.written(out))
+    leave_card(out, of=draft)
+
+
+def measured_on(
+    target: str | None, prompts: list[str] | None, dtype: str, limit: int | None
+) -> "tuple[Target, list[Prompt]]":
+    """The target and the held-out prompts; ValueError where either was not given."""
+    from . import inputs
+
+    if target is None or not prompts:
+        raise ValueError(
+            "no --target or no --prompts to measure the acceptance length on; give both, or "
+            "--no-measure where the target cannot be loaded here"
+        )
+    return inputs.load_target(target, dtype), inputs.read_sources(prompts, "heldout", limit)
 
 
 def tell(summary: dict[str, Any], *, as_json: bool) -> None:

@@ -22,6 +22,11 @@ def warning(message: Warning | str) -> str:
     return f"spec: warning: {' '.join(str(message).split())}\n"
 
 
+def written(out: Path) -> str:
+    """The last line of a verb that wrote a drafter, which was then read back."""
+    return f"wrote {out}: read back equal, RoPE tables included"
+
+
 def record(value: Any, *, as_json: bool) -> None:
     """Print a dataclass or a dict: a line a field, or one JSON object."""
     fields: dict[str, Any] = value if isinstance(value, dict) else dataclasses.asdict(value)

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..dflash.fp8 import E4M3_MAX
 from ..target.teacher import Teacher
 from .rows import Row
 
 SHARD_BYTES = 64 << 20
-FLOAT8_MAX = 448.0  # largest finite e4m3
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CacheWriter:
     def add(self, row_id: str, context: Tensor, teacher: Tensor | None) -> None:
         """context [L, n*H]; teacher [L, H], whose leading zero rows are not stored."""
         if self.dtype == "float8":
-            scale = context.float().abs().amax(1).clamp_min(1e-12) / FLOAT8_MAX
+            scale = context.float().abs().amax(1).clamp_min(1e-12) / E4M3_MAX
             self._put(f"{row_id}/scale", scale)
             self._put(
                 f"{row_id}/context", (context.float() / scale[:, None]).to(torch.float8_e4m3fn)

@@ -1,8 +1,13 @@
-"""A drafter's `model.safetensors`, read strictly: engines ignore names they do not know."""
+"""A drafter's `model.safetensors` and `spec.json`.
+
+The weights are read strictly, since engines ignore names they do not know; provenance, of which not
+every drafter has any, as far as it goes.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,6 +16,7 @@ from torch import Tensor
 from .fp8 import E4M3, SCALE_NAMES
 
 WEIGHTS = "model.safetensors"
+PROVENANCE = "spec.json"
 
 
 def read_weights(directory: str | Path) -> dict[str, Tensor]:
@@ -51,7 +57,9 @@ def check_values(tensors: Mapping[str, Tensor], directory: str | Path) -> None:
 
     Of those with a scale the weight is e4m3 and the scale float32, finite and above 0.
     """
-    scales = {n: value for n, value in tensors.items() if n.rpartition(".")[2] in SCALE_NAMES}
+    scales = {
+        n: value for n, value in tensors.items() if n.rpartition(".")[2] in SCALE_NAMES.values()
+    }
     scaled = {f"{name.rpartition('.')[0]}.weight" for name in scales}
     rest = {str(v.dtype) for n, v in tensors.items() if n not in scales and n not in scaled}
     dtypes = {dtype.removeprefix("torch.") for dtype in rest}
@@ -94,3 +102,30 @@ def check_tensors(
             raise ValueError(
                 f"{directory}: {name} is {list(found[name].shape)}, the config says {list(shape)}"
             )
+
+
+def read_provenance(directory: str | Path, *, strict: bool = False) -> dict[str, Any]:
+    """spec.json of a drafter directory; empty where there is none, or, unless `strict`, no use.
+
+    With `strict` raises ValueError for a file that is no JSON object.
+    """
+    path = Path(directory) / PROVENANCE
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        if strict:
+            raise ValueError(f"{path} is no JSON ({error}); restore it, or take it away") from None
+        return {}
+    if not isinstance(record, dict):
+        if strict:
+            raise ValueError(f"{path}: found a {type(record).__name__}, expected an object")
+        return {}
+    return record
+
+
+def stated(record: dict[str, Any], section: str, key: str) -> Any:
+    """A value of spec.json; None where the section or the key is missing."""
+    found = record.get(section)
+    return found.get(key) if isinstance(found, dict) else None

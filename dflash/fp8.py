@@ -18,7 +18,7 @@ all (`PARTS`). In SGLang the four of every layer are `qkv_proj`, `o_proj`, `gate
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,9 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128
 SMALLEST_MAX = 1e-12  # of a group of activations; engines divide by no less
-SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 
 Scheme = Literal["channel", "block"]
+SCALE_NAMES: dict[Scheme, str] = {"channel": "weight_scale", "block": "weight_scale_inv"}
 Part = Literal["qkv", "o", "gate_up", "down"]
 PARTS: dict[Part, tuple[str, ...]] = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -60,7 +60,7 @@ class Quantization:
 
     @property
     def scale_name(self) -> str:
-        return SCALE_NAMES[self.scheme == "block"]
+        return SCALE_NAMES[self.scheme]
 
     def covers(self, projection: str) -> bool:
         """Whether the projection of this name (`q_proj`, ...) is FP8."""
@@ -135,13 +135,23 @@ class Quantization:
                 f"by token, or fp8 in blocks of [{BLOCK}, {BLOCK}] with dynamic activations; take "
                 "the drafter they were made from, and spec quantize"
             )
-        own, standard = ("ignore", "ignore")
-        if scheme == "block":
-            own, standard = "ignored_layers", "modules_to_not_convert"
-        patterns = data.get(own) or data.get(standard) or []
+        key, patterns = left_out(data, scheme)
         if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-            raise ValueError(f"{where}: {own} is {patterns!r}, expected a list of names")
+            raise ValueError(f"{where}: {key} is {patterns!r}, expected a list of names")
         return cls(scheme, tuple(p for p in PARTS if _is_left_out(scheme, patterns, p, where)))
+
+
+def left_out(data: dict[str, Any], scheme: Scheme) -> tuple[str, Any]:
+    """The key of `quantization_config` that names what is not quantized, and what stands there.
+
+    Blocks have two keys; SGLang takes the first that is not empty.
+    """
+    if scheme == "channel":
+        return "ignore", data.get("ignore") or []
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        if data.get(key):
+            return key, data[key]
+    return "modules_to_not_convert", []
 
 
 def scheme_of(data: Any) -> Scheme | None:
@@ -276,7 +286,7 @@ def projection(
 
 def has_own_dtype(name: str, tensor: Tensor) -> bool:
     """Whether a stored tensor keeps its type whatever the drafter's: e4m3, or its scales."""
-    return tensor.dtype == E4M3 or name.rpartition(".")[2] in SCALE_NAMES
+    return tensor.dtype == E4M3 or name.rpartition(".")[2] in SCALE_NAMES.values()
 
 
 def part_of(name: str) -> Part | None:
@@ -284,4 +294,4 @@ def part_of(name: str) -> Part | None:
     words = name.split(".")
     if words[0] != "layers" or len(words) < 3:
         return None
-    return next((cast(Part, p) for p in get_args(Part) if words[-2] in PARTS[p]), None)
+    return next((part for part, names in PARTS.items() if words[-2] in names), None)

@@ -114,9 +114,12 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, columns_of_text: int = 1
+) -> list[str]:
+    """A table as lines; columns after the first `columns_of_text` are numbers, to the right."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    marks = ["---", *["---:"] * (len(header) - 1)]
+    marks = ["---" if i < columns_of_text else "---:" for i in range(len(header))]
     return [f"| {' | '.join(row)} |" for row in [header, marks, *cells]]
 
 

@@ -35,6 +35,7 @@ from .drafter import Drafter, NoDrafter
 from .files import write_figure
 
 SCHEMA = 1
+REPORT = "report.json"
 ENGINE = "spec"
 TIMING_KEYS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
 
@@ -166,7 +167,7 @@ def write_report(
     write_figure(out / "acceptance.png", plot(report))
     with atomic_file(out / "report.md") as file:
         file.write(markdown(report).encode())
-    path = out / "report.json"
+    path = out / REPORT
     with atomic_file(path) as file:
         file.write((json.dumps(report, indent=2, allow_nan=False) + "\n").encode())
     return path

@@ -1,8 +1,8 @@
 """The model card of a drafter: its README.md, written from what lies in the files and nothing else.
 
 Facts come from config.json, the headers of the weights, spec.json and acceptance reports; what none
-of them says is called unknown. The card ends in a line with a hash of the rest, by which a card
-that somebody wrote or changed by hand is told from one that may be written anew.
+of them says is called not recorded. The card ends in a line with a hash of the rest, by which a
+card that somebody wrote or changed by hand is told from one that may be written anew.
 """
 
 import hashlib
@@ -18,7 +18,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ..data.jsonl import atomic_file
-from ..eval.report import SCHEMA, Report
+from ..dflash.files import read_provenance
+from ..dspark.calibration import STS
+from ..dspark.schedule import SPS
+from ..eval.report import REPORT, SCHEMA, Report
 from ..target.files import HUB_ID
 from .card_text import CardFacts, body, group_names
 from .check import facts_of, look_at
@@ -62,26 +65,36 @@ def write_card(
 ) -> Card:
     """Write the card of a drafter directory, as `out` or as its README.md; the same every time.
 
-    Without `license` the one that a card in the same place states is kept. Raises ValueError or
-    FileNotFoundError as `make_card`, and where there is a card that was not written here.
+    Raises ValueError or FileNotFoundError as `make_card`, and where there is a card that was not
+    written here.
     """
-    path = Path(directory) / CARD if out is None else Path(out)
+    path = card_path(directory, out)
     if path.exists() and not force and not is_ours(path):
         raise ValueError(
             f"{path} was written or changed by hand and stays: give --out, or --force to replace it"
         )
-    card = make_card(directory, reports=reports, license=license or stated_license(path))
+    card = make_card(directory, reports=reports, license=license, out=out)
     with atomic_file(path) as file:
         file.write(card.text.encode())
     return card
 
 
+def card_path(directory: str | Path, out: str | Path | None) -> Path:
+    """Where a card goes: `out`, or the README.md of the drafter."""
+    return Path(directory) / CARD if out is None else Path(out)
+
+
 def make_card(
-    directory: str | Path, *, reports: Sequence[str | Path] = (), license: str | None = None
+    directory: str | Path,
+    *,
+    reports: Sequence[str | Path] = (),
+    license: str | None = None,
+    out: str | Path | None = None,
 ) -> Card:
     """The card of a drafter directory of any layout.
 
-    `reports` join the one that spec.json carries. Raises ValueError or FileNotFoundError where
+    `reports` join the one that spec.json carries. Without `license` the one that a card in the
+    place of this one states is kept. Raises ValueError or FileNotFoundError where
     there is no drafter to read, for a report of another drafter, and for a licence that is no id.
     """
     if license is not None and not LICENSE.fullmatch(license):
@@ -89,6 +102,7 @@ def make_card(
             f"--license is {license!r}; expected an id as the hub lists them, in small letters: "
             "apache-2.0, mit, other"
         )
+    license = license or stated_license(card_path(directory, out))
     facts = read_facts(Path(directory), reports, license)
     data = metadata(facts)
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body(facts)}")
@@ -133,13 +147,13 @@ def read_facts(directory: Path, reports: Sequence[str | Path], license: str | No
     if subject.refusal is not None:
         raise ValueError(f"{subject.refusal}; a card needs a drafter whose config.json is read")
     facts = facts_of(subject, "sglang")
-    record = _read_record(directory / "spec.json")
+    record = _public_record(directory)
     target = _target(record, subject)
     kind = "DSpark" if facts["algorithm"] == "dspark" else "DFlash"
-    eight_bits = "-FP8" if any(d.startswith("F8") for d in facts["stored_bytes"]) else ""
+    eight_bits = f"-{facts['quantized'].upper()}" if facts["quantized"] else ""
     name = f"{target.split('/')[-1]}-{kind}{eight_bits}" if target else public(facts["name"])
     # `spec quantize` leaves its report beside the drafter.
-    beside = [path for path in (directory / "report.json",) if path.is_file()]
+    beside = [path for path in (directory / REPORT,) if path.is_file()]
     found, unquantized = _reports(record, [*beside, *reports], facts)
     return CardFacts(
         name=name,
@@ -151,21 +165,14 @@ def read_facts(directory: Path, reports: Sequence[str | Path], license: str | No
         target=target,
         reports=found,
         unquantized=unquantized,
-        side_files=tuple(n for n in ("sts.json", "sps.json") if (directory / n).is_file()),
+        side_files=tuple(n for n in (STS, SPS) if (directory / n).is_file()),
         license=license,
     )
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def _public_record(directory: Path) -> dict[str, Any]:
     """spec.json without what is private; empty where there is none."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); restore it, or take it away") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path}: found a {type(record).__name__}, expected an object")
+    record = read_provenance(directory, strict=True)
     recipe = record.get("recipe")
     if isinstance(recipe, dict):
         record["recipe"] = {key: recipe[key] for key in recipe if key not in PRIVATE}
@@ -200,7 +207,7 @@ def _reports(
     """The reports of the files and spec.json's, none twice.
 
     A quantized drafter's spec.json still has the report of the drafter it was made from: that one
-    comes apart.
+    comes apart. Nobody asked for spec.json's, so one that says too little is as if not recorded.
     """
     found: list[Report] = []
     for path in paths:
@@ -211,10 +218,10 @@ def _reports(
         report = public(_checked(read, str(path), facts))
         if report not in found:
             found.append(report)
-    own = record.get("acceptance_report")
-    if own is None:
+    try:
+        own = _checked(record.get("acceptance_report"), "spec.json's acceptance_report", facts)
+    except ValueError:
         return tuple(found), None
-    own = _checked(own, "spec.json's acceptance_report", facts)
     if record.get("quantization"):
         return tuple(found), own
     # The run's report.json says the same and has the comparisons besides.
@@ -255,7 +262,7 @@ def metadata(facts: CardFacts) -> ModelCardData:
         library_name="vllm" if facts.layout == "vllm" else "sglang",
         pipeline_tag="text-generation",
         license=facts.license,
-        tags=[*tags, "fp8"] if facts.name.endswith("-FP8") else tags,
+        tags=[*tags, *filter(None, [facts.facts["quantized"]])],
         model_name=facts.name,
         eval_results=_results(facts) or None,
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..dflash.files import stated
 from ..eval.render import table
 
 MAX_NAMED = 12  # tags of a long list
@@ -16,12 +17,6 @@ KINDS = {
 def code(value: Any) -> str:
     """A name from a file, so that nothing in it is markup."""
     return f"`{' '.join(str(value).replace('`', '').split())}`"
-
-
-def stated(record: dict[str, Any], section: str, key: str) -> Any:
-    """A value of spec.json; None where the section or the key is missing."""
-    found = record.get(section)
-    return found.get(key) if isinstance(found, dict) else None
 
 
 def sources(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,6 +62,7 @@ def training_data(record: dict[str, Any]) -> list[str]:
             ]
             for source in found
         ],
+        columns_of_text=2,
     )
     tagged = [item for source in found for item in source["tags"].items()]
     if len(tagged) > 1:

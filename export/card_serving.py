@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from .check_weights import EIGHT_BITS
-from .serving import sglang_options, vllm_speculative_config
+from ..dspark.calibration import STS
+from ..dspark.schedule import SPS
+from .counts import sglang_options, vllm_speculative_config
 
 DRAFTER, CONVERTED = "DRAFTER", "CONVERTED"
 
@@ -18,7 +19,7 @@ def serving(
     named = target if target and "/" in target else "TARGET"
     words = f"`{DRAFTER}` is this directory, or its id on a hub"
     also = "" if named == target else f"; `TARGET` is the target{f' ({target})' if target else ''}"
-    quantized = any(dtype in EIGHT_BITS for dtype in facts["stored_bytes"])
+    quantized = facts["quantized"] is not None
     return [
         f"{words}{also}.",
         "",
@@ -44,7 +45,7 @@ def _sglang(
         *([f"spec import {DRAFTER} --out {CONVERTED}"] if foreign else []),
         f"python -m sglang.launch_server --model-path {target} \\",
         f"  --speculative-draft-model-path {drafter} \\",
-        "  " + " \\\n  ".join(options),
+        "  " + " ".join(options).replace(" --", " \\\n  --"),
         "```",
     ]
     if heads.get("enable_confidence_head"):
@@ -55,8 +56,8 @@ def _sglang(
 def _confidence(drafter: str, side_files: tuple[str, ...]) -> str:
     """What makes the engine use the confidence head, and the files that go with it."""
     options = {
-        "sts.json": f"`--speculative-dspark-confidence-sts-path {drafter}/sts.json`",
-        "sps.json": f"`--speculative-dspark-sps-table-path {drafter}/sps.json`",
+        STS: f"`--speculative-dspark-confidence-sts-path {drafter}/{STS}`",
+        SPS: f"`--speculative-dspark-sps-table-path {drafter}/{SPS}`",
     }
     given = " and ".join(options[name] for name in side_files)
     return (

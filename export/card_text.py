@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
+from ..dflash.files import stated
 from ..eval.render import length_text, sampling_text, share, table
 from ..eval.report import Report
-from .card_data import MAX_NAMED, NOT_RECORDED, code, contexts, stated, temperatures, training_data
+from .card_data import MAX_NAMED, NOT_RECORDED, code, contexts, temperatures, training_data
 from .card_serving import serving
 
 
@@ -127,7 +128,7 @@ def acceptance(c: CardFacts) -> list[str]:
 def _not_measured(c: CardFacts) -> str:
     best = c.record.get("heldout_acceptance_length")
     said = "Not measured"
-    if c.facts["quantization"]:
+    if c.facts["quantized"]:
         said = "Not measured since it was quantized"
     elif isinstance(best, int | float):
         said = f"On held-out prompts while training: {best:.2f} (no interval recorded)"
@@ -218,4 +219,4 @@ def licence(c: CardFacts) -> list[str]:
 
 
 def _pairs(rows: Mapping[str, str]) -> list[str]:
-    return table(("what", "value"), [list(row) for row in rows.items()])
+    return table(("what", "value"), [list(row) for row in rows.items()], columns_of_text=2)

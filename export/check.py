@@ -1,6 +1,7 @@
 """`spec check`: what a drafter directory is, and what would go wrong with it on which engine."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from .check_config import check_config
 from .check_quantization import check_quantization, describe
 from .check_target import check_target
 from .check_trained import check_trained
-from .check_weights import EIGHT_BITS, broken_tensors, check_weights
-from .findings import READERS, Engine, Finding, Subject, defect
+from .check_weights import EIGHT_BITS, broken_tensors, check_weights, is_scale
+from .counts import sglang_options
+from .findings import READERS, Engine, Finding, Subject, by_severity, defect, has_defect
 from .layouts import detect, parts_of, read_native
-from .serving import sglang_options
 
 SLOTS = {
     False: "slot 0 (the anchor) drafts nothing, slot j the token at anchor + j",
@@ -33,7 +34,7 @@ class Report:
 
     @property
     def has_defect(self) -> bool:
-        return any(finding.severity == "defect" for finding in self.findings)
+        return has_defect(self.findings)
 
     def to_json(self) -> dict[str, Any]:
         return {**self.facts, "findings": [asdict(finding) for finding in self.findings]}
@@ -55,8 +56,7 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
         findings += check_target(subject, target)
     asked = READERS[engine]
     told = [each for each in findings if each.engine in ("all", "spec", asked)]
-    order = ("defect", "warning", "note")
-    return Report(facts_of(subject, engine), sorted(told, key=lambda f: order.index(f.severity)))
+    return Report(facts_of(subject, engine), by_severity(told))
 
 
 def look_at(directory: Path, *, values: bool = True) -> Subject:
@@ -92,7 +92,7 @@ def labelled_dspark(data: dict[str, Any]) -> bool:
 
 def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
     """What keeps `spec` from reading the config, where no finding has explained it."""
-    if any(each.severity == "defect" and each.engine in ("all", "spec") for each in findings):
+    if has_defect(each for each in findings if each.engine in ("all", "spec")):
         return []
     try:
         # Of its quantization there are findings, and engines load more kinds than are read here.
@@ -129,6 +129,7 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
     """What the directory is, by its own words."""
     block, ids = s.whole("block_size"), s.layer_ids
     drafts = None if block is None else block - (0 if s.is_dspark else 1)
+    quantized = _quantized(s.tensors)
     dtypes: dict[str, int] = {}
     for stored in s.tensors.values():
         dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.num_bytes
@@ -155,10 +156,12 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
         "vocab_size": s.own.get("vocab_size"),
         "dtype": s.data.get("dtype", s.data.get("torch_dtype")),
         "stored_bytes": dtypes,
-        "parameters": _parameters(s.tensors),
+        # Scales belong to how the weights are stored.
+        "parameters": sum(stored.numel for name, stored in s.tensors.items() if not is_scale(name)),
+        "quantized": quantized,
         "quantization": describe(s.data.get("quantization_config")),
         "checked_for": READERS[engine],
-        "engine_options": _options(s, engine, drafts),
+        "engine_options": _options(s, engine, drafts, quantized=quantized is not None),
     }
 
 
@@ -173,16 +176,20 @@ def _flat_rope(s: Subject) -> dict[str, Any]:
 def _attention(s: Subject) -> str:
     kinds = s.own.get("layer_types") or ["full_attention"]
     causal = s.own.get("is_causal")
-    within = {None: "is_causal not stated", True: "causal", False: "bidirectional"}
+    within = {"None": "is_causal not stated", "True": "causal", "False": "bidirectional"}
     names = sorted(set(map(str, kinds))) if isinstance(kinds, list) else [str(kinds)]
-    return f"{', '.join(names)}, {within.get(causal, 'is_causal unreadable')} in the block"
+    return f"{', '.join(names)}, {within.get(str(causal), 'is_causal unreadable')} in the block"
 
 
-def _parameters(tensors: dict[str, Stored]) -> int:
-    return sum(stored.numel for stored in tensors.values())
+def _quantized(tensors: Mapping[str, Stored]) -> str | None:
+    """The type of eight-bit weights, fp8 or int8; None where there are none."""
+    found = {stored.dtype for stored in tensors.values()} & set(EIGHT_BITS)
+    if not found:
+        return None
+    return "fp8" if any(dtype.startswith("F8") for dtype in found) else "int8"
 
 
-def _options(s: Subject, engine: Engine, drafts: int | None) -> str | None:
+def _options(s: Subject, engine: Engine, drafts: int | None, *, quantized: bool) -> str | None:
     """How the engine's command line counts the same block; None where it does not load this."""
     if drafts is None or (s.layout.name == "vllm") != (engine == "vllm"):
         return None
@@ -191,9 +198,4 @@ def _options(s: Subject, engine: Engine, drafts: int | None) -> str | None:
     if engine != "sglang":
         return None
     algorithm = "dspark" if s.is_dspark else "dflash"
-    return " ".join(sglang_options(algorithm, drafts, quantized=is_quantized(s.tensors)))
-
-
-def is_quantized(tensors: dict[str, Stored]) -> bool:
-    """Whether a file has eight-bit weights."""
-    return any(stored.dtype in EIGHT_BITS for stored in tensors.values())
+    return " ".join(sglang_options(algorithm, drafts, quantized=quantized))

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..dflash.fp8 import BLOCK, PARTS, PATTERNS, Part, Quantization, part_of, scheme_of
+from ..dflash.fp8 import BLOCK, PARTS, PATTERNS, Part, Quantization, left_out, part_of, scheme_of
 from ..target.tensors import Stored
-from .check_weights import EIGHT_BITS, SCALES, plain_tensors, some
+from .check_weights import EIGHT_BITS, is_scale, plain_tensors, some
 from .findings import Finding, Subject, defect, warning
 
 AGAIN = "quantize it again: spec quantize"
 KINDS = {"channel": "e4m3 by output row, activations by token"}
 KINDS["block"] = f"e4m3 by blocks of {BLOCK} x {BLOCK}, activations by {BLOCK} values"
-SHAPE_KEYS = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+WIDTH_KEYS = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
 def describe(data: Any) -> str | None:
@@ -44,9 +44,7 @@ def check_quantization(s: Subject) -> Iterator[Finding]:
     plain = plain_tensors(s)
     small = {name for name, stored in plain.items() if stored.dtype in EIGHT_BITS}
     scales = {
-        name.removeprefix("model."): stored
-        for name, stored in s.tensors.items()
-        if name.split(".")[-1] in SCALES
+        name.removeprefix("model."): stored for name, stored in s.tensors.items() if is_scale(name)
     }
     config = s.data.get("quantization_config")
     if not config:
@@ -126,7 +124,7 @@ def _elsewhere(small: set[str]) -> Iterator[Finding]:
 
 
 def _widths(s: Subject, quantization: Quantization) -> Iterator[Finding]:
-    hidden, size, heads, kv_heads = (s.whole(key) for key in SHAPE_KEYS)
+    hidden, size, heads, kv_heads = (s.whole(key) for key in WIDTH_KEYS)
     inner = s.whole("intermediate_size")
     if not (hidden and size and heads and kv_heads and inner):
         return
@@ -141,7 +139,7 @@ def _left_out(
     plain: Mapping[str, Stored], quantization: Quantization, config: dict[str, Any]
 ) -> Iterator[Finding]:
     """What the file does not quantize is what config.json leaves out, by names SGLang knows."""
-    key = "ignore" if quantization.scheme == "channel" else "modules_to_not_convert"
+    key, patterns = left_out(config, quantization.scheme)
     for part, names in PARTS.items():
         found = {
             stored.dtype
@@ -159,7 +157,6 @@ def _left_out(
             )
             continue
         wanted = [PATTERNS[part]] if quantization.scheme == "channel" else list(names)
-        patterns = config.get(key) or config.get("ignored_layers") or []
         by_path = [p for p in patterns if "layers." in str(p)]
         yield defect(
             f"{', '.join(names)} are {some(sorted(found))} and {key} does not leave them out: "

@@ -1,10 +1,10 @@
 """Whether a drafter directory and a target belong together, by the files of both alone."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..dflash.config import read_rope
+from ..dflash.files import read_provenance, stated
 from ..target.files import resolve, target_revision
 from ..target.inspect import TargetFacts, inspect_target
 from ..target.mask_token import free_mask_tokens, suggest_mask_token
@@ -64,7 +64,7 @@ def _theta(s: Subject, facts: TargetFacts) -> Iterator[Finding]:
 def _mask(s: Subject, facts: TargetFacts, directory: Path) -> Iterator[Finding]:
     mask, rows = s.whole("mask_token_id"), facts.embedding_rows
     tokenizer = load_tokenizer(directory)
-    if mask is None or rows is None or tokenizer is None:
+    if mask is None or mask < 0 or rows is None or tokenizer is None:
         return
     if mask >= rows:
         yield defect(
@@ -89,13 +89,10 @@ def _mask(s: Subject, facts: TargetFacts, directory: Path) -> Iterator[Finding]:
 
 def _provenance(s: Subject, facts: TargetFacts, directory: Path) -> Iterator[Finding]:
     """spec.json names the target it was trained for, with a hash."""
-    try:
-        made_for = json.loads((s.directory / "spec.json").read_text())["target"]
-        name, revision = made_for["name"], made_for["revision"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not every drafter says
+    record = read_provenance(s.directory)
+    name, revision = stated(record, "target", "name"), stated(record, "target", "revision")
     found = target_revision(directory)
-    if revision != found:
+    if revision is not None and revision != found:  # not every drafter says
         yield warning(
             f"trained for {name} ({revision}), this target is {facts.name} ({found})", OTHER_TARGET
         )

@@ -6,11 +6,11 @@ accepted drafts, in both alike.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from ..dflash.config import read_rope
+from ..dflash.files import read_provenance
 from ..dspark.config import HEAD_KEYS
 from .findings import Finding, Subject, defect
 
@@ -36,10 +36,7 @@ def check_trained(s: Subject) -> Iterator[Finding]:
 
 
 def _trained_config(s: Subject) -> dict[str, Any] | None:
-    try:
-        config = json.loads((s.directory / "spec.json").read_text())["config"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    config = read_provenance(s.directory).get("config")
     return config if isinstance(config, dict) else None
 
 

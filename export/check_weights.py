@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..dflash.config import DFlashConfig
+from ..dflash.config import MAX_LAYERS, DFlashConfig
+from ..dflash.fp8 import SCALE_NAMES
 from ..dspark.config import DSparkConfig
 from ..target.tensors import Stored
 from .findings import Finding, Subject, defect, note, warning
@@ -16,7 +17,7 @@ from .speculators import OTHER_TENSORS
 
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "weight_scale_2")
+SCALES = (*SCALE_NAMES.values(), "input_scale", "weight_scale_2")  # of other quantizers too
 LAYER = re.compile(r"layers\.(\d+)\.")
 HEAD_NAME = re.compile(
     r"markov_head\.(markov_w[12]\.weight|(gate_proj|joint_proj)\.(weight|bias))"
@@ -68,8 +69,11 @@ def outline(s: Subject) -> dict[str, torch.Size] | None:
     Values that shape no tensor do not matter here: they have findings of their own.
     """
     sizes = {key: s.whole(key) for key in SHAPE_KEYS}
-    if None in sizes.values():
+    if any(size is None or size < 1 for size in sizes.values()):
         return None
+    # Findings end at the layers that the file holds, however many the config says.
+    held = _num_layers(plain_tensors(s))
+    sizes["num_hidden_layers"] = max(1, min(sizes["num_hidden_layers"] or 0, held, MAX_LAYERS))
     fc = plain_tensors(s).get("fc.weight")
     count = len(s.layer_ids or []) or (fc.shape[-1] // (sizes["hidden_size"] or 1) if fc else 1)
     common = {
@@ -101,7 +105,12 @@ def plain_tensors(s: Subject) -> dict[str, Stored]:
     """The drafter's own tensors without the prefix `model.`, scales and the target's left out."""
     theirs = {*TARGET_TENSORS, *OTHER_TENSORS}
     named = {name.removeprefix("model."): stored for name, stored in s.tensors.items()}
-    return {k: v for k, v in named.items() if k not in theirs and k.split(".")[-1] not in SCALES}
+    return {k: v for k, v in named.items() if k not in theirs and not is_scale(k)}
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor scales another, by its name."""
+    return name.rpartition(".")[2] in SCALES
 
 
 def _values(s: Subject) -> Iterator[Finding]:

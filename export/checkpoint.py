@@ -15,11 +15,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..dflash.config import DFlashConfig, read_config
 from ..dflash.draft import rope_frequencies
-from ..dflash.files import check_tensors, check_values, read_weights
+from ..dflash.files import PROVENANCE, check_tensors, check_values, read_weights
+from ..dspark.calibration import STS
+from ..dspark.schedule import SPS
 from ..target.saving import atomic_directory
 from .layouts import Layout, detect, expected_shapes, parts_of, read_native
 
-SIDE_FILES = ("spec.json", "sts.json", "sps.json")  # go where the drafter goes
+SIDE_FILES = (PROVENANCE, STS, SPS)  # go where the drafter goes
 MAX_SHARD = "5GB"
 ROPE_KEYS = (
     *("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"),

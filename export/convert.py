@@ -1,6 +1,5 @@
 """`spec export` and `spec import`: from one layout to another, nothing guessed, nothing lost."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from ..dflash.config import DFlashConfig, read_config
 from ..dflash.draft import DFlashDraft
+from ..dflash.files import read_provenance, stated
 from ..eval.pair import check_pair
 from ..target.files import resolve
 from ..target.inspect import inspect_target
@@ -92,13 +92,13 @@ def target_name(draft: str | Path, target: str | None) -> str:
     """What the target is called: `--target`, or what spec.json says; never a path."""
     if target is not None:
         return resolve(target, need_weights=False)[1]
-    try:
-        return str(json.loads((Path(draft) / "spec.json").read_text())["target"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):
+    name = stated(read_provenance(draft), "target", "name")
+    if name is None:
         raise ValueError(
-            f"{draft} does not say which target it belongs to (no spec.json), and vLLM's layout "
+            f"{draft} does not say which target it belongs to (spec.json), and vLLM's layout "
             "names it: give --target"
-        ) from None
+        )
+    return str(name)
 
 
 def _states_no_layers(directory: str | Path) -> bool:

@@ -6,7 +6,6 @@ its acceptance length has been measured beside that of the drafter it was made f
 arithmetic that engines use, and found close enough.
 """
 
-import json
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -20,10 +19,12 @@ from torch import Tensor
 
 from ..data.prompts import Prompt
 from ..dflash.config import DFlashConfig
+from ..dflash.files import PROVENANCE, read_provenance
 from ..dflash.fp8 import Quantization, part_of, quantize_weight
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
 from ..eval.files import write_json
+from ..eval.report import REPORT
 from ..eval.sts import weights_digest
 from ..target.model import Target
 from ..target.saving import atomic_directory
@@ -31,8 +32,6 @@ from .checkpoint import Checkpoint, read, write
 from .fp8_acceptance import MeasureOptions, compare
 from .layouts import LAYOUTS
 
-PROVENANCE = "spec.json"
-REPORT = "report.json"
 REST = torch.bfloat16  # type of all that is not quantized
 
 
@@ -153,10 +152,7 @@ def check_drop(summary: dict[str, Any]) -> None:
 
 def provenance(draft: Path, name: str, summary: dict[str, Any]) -> dict[str, Any]:
     """spec.json of the new directory: that of the old one, and how this one was made."""
-    try:
-        record = json.loads((draft / PROVENANCE).read_text())
-    except (OSError, ValueError):
-        record = {}  # not every drafter says
+    record = read_provenance(draft)
     made = {"from": name, "from_weights": weights_digest(draft), **summary}
     made |= {"measured": "acceptance_length_after" in summary}
     return {**record, "quantization": {**made, "spec-toolkit": version("spec-toolkit")}}

@@ -24,8 +24,8 @@ from ..target.model import Target
 class MeasureOptions:
     """How the prompts are decoded: greedily, with these limits."""
 
-    max_new_tokens: int = 128
-    batch_size: int = 8
+    max_new_tokens: int
+    batch_size: int
 
 
 def compare(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.jsonl import atomic_file
+from ..dflash.files import PROVENANCE
 from ..eval.drafter import NetworkDrafter
 from ..eval.ngram import NgramDrafter
 from ..eval.report import Baseline, evaluate, write_report
@@ -54,7 +55,7 @@ def close_run(recipe: Recipe, out: Path, target: Target, material: Material) -> 
             ),
         ]
     write_report(report, out / "report", comparisons=comparisons)
-    _add_report(out / "draft" / "spec.json", report)
+    _add_report(out / "draft" / PROVENANCE, report)
     print((out / "report" / "report.md").read_text())
     print(f"drafter: {out / 'draft'}\nreport:  {out / 'report'}")
     return report

@@ -16,6 +16,7 @@ from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt, encode_prompt
 from ..data.sources import Source
 from ..dflash.draft import DFlashDraft
+from ..dflash.files import PROVENANCE
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
 from ..eval.acceptance import Rounds
@@ -147,5 +148,5 @@ def write_provenance(
             "transformers": version("transformers"),
         },
     }
-    with atomic_file(out / "draft" / "spec.json") as file:
+    with atomic_file(out / "draft" / PROVENANCE) as file:
         file.write((json.dumps(record, indent=2) + "\n").encode())
