@@ -61,7 +61,7 @@ def main() -> None:
             out = options.out / setting / name.replace("/", "-")
             plan_options: dict[str, Any] = {"dtype": dtype, "probe": False, "timeout": 1800.0}
             plan_options["tensor_parallel"] = int(ranks[0]) if ranks else 1
-            plan = Plan(Path(draft), options.target, options.python, out, **plan_options)
+            plan = Plan(Path(draft), name, options.target, options.python, out, **plan_options)
             tell(f"{setting}, {name}")
             if plain is None:
                 ours = measure(plan, prompts, tell)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .engine import PythonOption, require_python
+from .engine import tell as say
 from .export import finding_lines
 from .options import JsonOption, LimitOption, PromptsOption, TargetOption
-from .serve import find_python
-from .serve import tell as say
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -27,10 +27,7 @@ def verify(
         typer.Argument(help="After `--`: more options of the engine, as it is served."),
     ] = None,
     engine: Annotated[Literal["sglang"], typer.Option(help="Who is to accept.")] = "sglang",
-    python: Annotated[
-        str | None,
-        typer.Option(help="Python of the engine's environment; else SPEC_ENGINE_PYTHON."),
-    ] = None,
+    python: PythonOption = None,
     out: Annotated[
         Path, typer.Option("--out", "-o", help="Directory of verify.json and the engine's logs.")
     ] = Path("runs/verify"),
@@ -57,21 +54,16 @@ def verify(
     Compares hidden states, tokens, and each request's histogram of accepted drafts with ours.
     """
     from ..export.engine_runs import Plan
+    from ..export.verify import REPORT, write_verification
     from ..export.verify import verify as run
-    from ..export.verify import write_verification
-    from ..serve.run import ends_in_order
+    from ..target.engine import ends_in_order
     from . import inputs
 
-    interpreter = find_python(python)
-    if interpreter is None:
-        raise ValueError(
-            "no engine: give --python PATH of an environment that has sglang (make engine builds "
-            "one for a CPU)"
-        )
     plan = Plan(
         directory=directory,
+        name=inputs.drafter_name(str(directory)),
         target=target,
-        python=interpreter,
+        python=require_python(python),
         logs=out,
         dtype=dtype,
         device=device,
@@ -83,6 +75,8 @@ def verify(
         check_first=check,
         probe=probe,
     )
+    # A run that fails must not leave an older verdict behind.
+    (out / REPORT).unlink(missing_ok=True)
     asked = inputs.read_sources(prompts, "heldout", limit)
     with ends_in_order():
         result = run(plan, asked, tell=say)

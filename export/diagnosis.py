@@ -11,6 +11,7 @@ from .probe import Probe
 DEAD = 1.1  # an acceptance length below this is that of an untrained drafter
 ALIVE = 0.9  # of the right share: a slot that still works
 COLLAPSED = 0.5
+LEAST_SAME_TEXT = 0.25  # of the answers, where lengths are compared and not histograms
 FAR_BELOW = 0.6  # of what was measured after training, on whatever prompts
 
 
@@ -50,8 +51,26 @@ def diagnose_passes(
 
     `exact_text` asks for plain decoding's text; `tolerance` is `agrees`'.
     """
+    silent = [each.name for each in passes if not sum(each.histogram)]
+    if silent:
+        return [
+            defect(
+                f"{', '.join(silent)}: the engine reports no verified round: it does not draft",
+                "start it with the drafter's algorithm and without options that turn it off",
+                "SGLang",
+            )
+        ]
     found: list[Finding] = []
     for each in passes:
+        if tolerance and each.num_our_text < LEAST_SAME_TEXT * each.num_requests:
+            found.append(
+                defect(
+                    f"{each.name}: {each.num_our_text} of {each.num_requests} answers are ours, "
+                    "too few to compare acceptance lengths on",
+                    "verify in float32, or with a smaller --max-new-tokens",
+                    "SGLang",
+                )
+            )
         if exact_text and each.num_equal_text < each.num_requests:
             found.append(
                 defect(
@@ -80,19 +99,17 @@ def diagnose_passes(
 
 
 def agrees(each: PassResult, tolerance: float) -> bool:
-    """Tolerance 0: every histogram equal. Else acceptance lengths, a share of ours apart."""
+    """Tolerance 0: every histogram equal.
+
+    Else the acceptance lengths of the answers that are ours, within that share: where a text goes
+    another way, its rounds say nothing of the drafter.
+    """
     if tolerance == 0:
         return each.num_equal_histogram == each.num_requests
-    theirs, own = compared_lengths(each)
+    theirs, own = each.acceptance_length_same_text, each.acceptance_length_same_text_ours
+    if theirs is None or own is None:
+        return True  # has a finding of its own
     return abs(theirs - own) <= tolerance * own
-
-
-def compared_lengths(each: PassResult) -> tuple[float, float]:
-    """The engine's and our acceptance length, where possible of requests with the same text."""
-    same, own = each.acceptance_length_same_text, each.acceptance_length_same_text_ours
-    if same is None or own is None:
-        return each.acceptance_length, each.acceptance_length_ours
-    return same, own
 
 
 def _lengths(each: PassResult) -> str:

@@ -21,11 +21,11 @@ from ..eval.decode import Decoded, speculate
 from ..eval.drafter import NetworkDrafter
 from ..eval.report import encode_groups
 from ..recipes.algorithms import algorithm_of, load_draft
-from ..target.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, Answer, Engine, Launch, free_port
+from ..target.engine import Answer, Engine, EngineError, Launch, cpu_launch, free_port
 from ..target.model import Target
+from .counts import sglang_options
 from .parity import PassResult, compare_pass
 from .probe import Probe, probe
-from .serving import sglang_options
 
 PASSES = ("single", "batched", "cached")
 FEATURE_PROMPTS = 4  # whose context features are compared
@@ -40,6 +40,7 @@ class Plan:
     """What to verify, and how the engine is started."""
 
     directory: Path
+    name: str  # what the report calls it
     target: str
     python: str
     logs: Path  # directory of the engine's logs
@@ -138,14 +139,17 @@ def run_plain(plan: Plan, ours: Ours, tell: Tell) -> Plain:
 
 def _features(answer: Answer) -> Tensor:
     """[T, n*H]: the rows of the prompt, which come first, together."""
-    return torch.tensor(answer.meta["hidden_states"][0])
+    states = answer.meta.get("hidden_states")
+    try:
+        return torch.tensor(states[0], dtype=torch.float32)  # pyright: ignore[reportOptionalSubscript]
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise EngineError(f"expected hidden_states, the engine answered {states!r:.100}") from None
 
 
 def run_passes(plan: Plan, ours: Ours, plain: Plain, tell: Tell) -> Iterator[PassResult]:
     """Serve target and drafter: each pass over the prompts, compared as it ends."""
     tell("engine, with the drafter: starting")
-    counts = sglang_options(ours.algorithm, ours.num_draft_tokens, quantized=ours.quantized)
-    options = [word for option in counts for word in option.split()]
+    options = sglang_options(ours.algorithm, ours.num_draft_tokens, quantized=ours.quantized)
     options += ["--speculative-draft-model-path", str(plan.directory)]
     with _engine(plan, ours, options, "draft") as engine:
         for name in PASSES:
@@ -165,11 +169,8 @@ def _engine(plan: Plan, ours: Ours, options: Sequence[str], name: str) -> Engine
     if plan.tensor_parallel > 1:
         arguments += ["--tp-size", str(plan.tensor_parallel)]
     if plan.device == "cpu":
-        arguments += CPU_ARGUMENTS
-        environment |= CPU_ENVIRONMENT
-        if plan.tensor_parallel > 1:  # a core a rank
-            cores = "|".join(map(str, range(plan.tensor_parallel)))
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = cores
+        without_gpu, environment = cpu_launch(plan.tensor_parallel)
+        arguments += without_gpu
     launch = Launch(
         plan.python, (*arguments, *plan.engine_arguments), environment, port=free_port()
     )
@@ -179,13 +180,21 @@ def _engine(plan: Plan, ours: Ours, options: Sequence[str], name: str) -> Engine
 def _ask(
     plan: Plan, engine: Engine, prompts: Sequence[Sequence[int]], *, capture: bool = False
 ) -> list[Answer]:
-    return engine.generate(
+    asked = 1 if capture else plan.max_new_tokens
+    answers = engine.generate(
         prompts,
-        max_new_tokens=1 if capture else plan.max_new_tokens,
+        max_new_tokens=asked,
         timeout=plan.timeout,
         sampling={"ignore_eos": True},
         **({"return_hidden_states": True} if capture else {}),
     )
+    for answer in answers:
+        if len(answer.output_ids) != asked:
+            raise EngineError(
+                f"an answer has {len(answer.output_ids)} tokens, asked were {asked}: the engine "
+                "cut it short"
+            )
+    return answers
 
 
 def _one_by_one(

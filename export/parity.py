@@ -35,6 +35,10 @@ class LayerMatch:
     nearest_layer: int  # -1 is the embedding
     nearest_error: float
 
+    def to_json(self) -> dict[str, Any]:
+        """What is not a number is null."""
+        return {k: v if np.isfinite(v) else None for k, v in asdict(self).items()}
+
 
 @dataclass(frozen=True)
 class PassResult:
@@ -44,6 +48,7 @@ class PassResult:
     num_requests: int
     num_equal_text: int  # to plain decoding
     num_equal_histogram: int  # to ours
+    num_our_text: int  # answers equal to ours, plain or not
     cached_tokens: int
     histogram: list[int]  # rounds by number of accepted drafts, summed
     histogram_ours: list[int]
@@ -84,6 +89,7 @@ def compare_pass(
         num_requests=len(answers),
         num_equal_text=sum(a.output_ids == list(ids) for a, ids in texts),
         num_equal_histogram=len(answers) - len(different),
+        num_our_text=len(kept),
         cached_tokens=sum(int(a.meta.get("cached_tokens") or 0) for a in answers),
         histogram=_total(theirs),
         histogram_ours=_total(own),
@@ -135,7 +141,7 @@ def compare_features(
             _relative_error(captured, torch.cat([own[row] for own in ours]).float())
             for row in range(len(ours[0]))
         ]
-        nearest = int(np.argmin(errors))
+        nearest = int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
         matches.append(LayerMatch(layer_id, errors[layer_id + 1], nearest - 1, errors[nearest]))
     return matches
 

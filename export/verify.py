@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,15 +21,20 @@ import torch
 
 from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt
+from ..dflash.files import read_provenance
 from ..target.engine import EngineError
 from .check import check
 from .diagnosis import diagnose_drafter, diagnose_features, diagnose_passes
-from .engine_runs import PASSES, Plain, Plan, Tell, measure, run_passes, run_plain
-from .findings import Finding, defect
+from .engine_runs import PASSES, Ours, Plain, Plan, Tell, measure, run_passes, run_plain
+from .findings import Finding, defect, has_defect, warning
 from .parity import LayerMatch, PassResult, acceptance, compare_features
 from .probe import Probe
 
 SCHEMA = 1
+REPORT = "verify.json"
+MAX_TOLERANCE = 0.2
+FEW_PROMPTS = 10
+SECRET = re.compile(r"key|token$|password|secret", re.I)
 NOTHING_CACHED = defect(
     "no token came from the prefix cache in the pass that asks again",
     "serve without --disable-radix-cache and with room for the prompts",
@@ -49,7 +56,7 @@ class Verification:
     def passed(self) -> bool:
         """Every pass ran, and nothing is a defect."""
         ran = [each.name for each in self.passes] == list(PASSES)
-        return ran and not any(each.severity == "defect" for each in self.findings)
+        return ran and not has_defect(self.findings)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,7 +64,7 @@ class Verification:
             **self.facts,
             "passed": self.passed,
             "findings": [asdict(each) for each in self.findings],
-            "hidden_states": [asdict(each) for each in self.layers],
+            "hidden_states": [each.to_json() for each in self.layers],
             "passes": {each.name: each.to_json() for each in self.passes},
             "probe": None if self.probed is None else self.probed.to_json(),
         }
@@ -72,6 +79,7 @@ def verify(
     it; None starts the engine for it. Raises ValueError where the target, the prompts or the
     engine's interpreter are missing.
     """
+    _check_plan(plan)
     result = Verification(_facts(plan), [])
     if plan.check_first:
         tell("check: the files, against the target")
@@ -96,6 +104,7 @@ def verify(
         "tolerance": 0.0 if plan.dtype == "float32" and not ours.quantized else plan.tolerance,
         "acceptance_length_ours": length,
     }
+    result.findings += _few(ours)
     result.findings += diagnose_drafter(ours.probed, length, _recorded(plan.directory))
     try:
         plain = plain or run_plain(plan, ours, tell)
@@ -117,16 +126,60 @@ def verify(
     return result
 
 
+def _check_plan(plan: Plan) -> None:
+    """What can be known before anything is measured. Raises ValueError, or OSError for `logs`."""
+    if not 0 <= plan.tolerance <= MAX_TOLERANCE:
+        raise ValueError(f"tolerance is {plan.tolerance:g}; expected 0 to {MAX_TOLERANCE:g}")
+    if shutil.which(plan.python) is None:
+        raise ValueError(
+            f"{plan.python}: no such interpreter; give the python of an environment that has sglang"
+        )
+    plan.logs.mkdir(parents=True, exist_ok=True)
+
+
+def _few(ours: Ours) -> list[Finding]:
+    """A warning where so few prompts are left that they prove little.
+
+    Raises ValueError for fewer than two: a batch of one is no batch.
+    """
+    count, left_out = len(ours.prompts), sum(ours.num_skipped.values())
+    if count < 2:
+        raise ValueError(
+            f"{count} prompt to verify with, {left_out} left out {ours.num_skipped or ''}; give at "
+            "least 2, better 40"
+        )
+    if count >= FEW_PROMPTS and not left_out:
+        return []
+    return [
+        warning(
+            f"{count} prompts were decoded, {left_out} left out {ours.num_skipped or ''}",
+            "give 40 that leave room for their answers",
+        )
+    ]
+
+
+def _without_secrets(arguments: Sequence[str]) -> list[str]:
+    """The engine's arguments, the values of keys and passwords masked."""
+    shown: list[str] = []
+    hide = False
+    for word in arguments:
+        name, _, value = word.partition("=")
+        secret = word.startswith("--") and SECRET.search(name) is not None
+        shown.append("***" if hide else f"{name}=***" if secret and value else word)
+        hide = secret and not value
+    return shown
+
+
 def _facts(plan: Plan) -> dict[str, Any]:
     return {
-        "draft": plan.directory.resolve().name,
+        "draft": plan.name,
         "target": Path(plan.target).name,
         "engine": "sglang",
         "dtype": plan.dtype,
         "device": plan.device,
         "tensor_parallel": plan.tensor_parallel,
         "max_new_tokens": plan.max_new_tokens,
-        "engine_arguments": list(plan.engine_arguments),
+        "engine_arguments": _without_secrets(plan.engine_arguments),
         "stop_tokens": "ignored",
         "bonus_token_counted": True,
     }
@@ -135,7 +188,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def _recorded(directory: Path) -> float | None:
     """The acceptance length that spec.json says was measured after training."""
     try:
-        report = json.loads((directory / "spec.json").read_text())["acceptance_report"]
+        report = read_provenance(directory)["acceptance_report"]
         return float(report["groups"]["all"]["acceptance_length"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -143,7 +196,7 @@ def _recorded(directory: Path) -> float | None:
 
 def write_verification(result: Verification, out: Path) -> Path:
     """Write verify.json, whole or not at all."""
-    path = out / "verify.json"
+    path = out / REPORT
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write((json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())

@@ -8,6 +8,7 @@ happens inside. Capture, the parity gate and `spec serve` all start it here.
 from __future__ import annotations
 
 import ctypes
+import http.client
 import json
 import os
 import re
@@ -16,15 +17,17 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from types import FrameType
+from typing import Any, Self, TextIO
 
 HOST = "127.0.0.1"
 # `/health` answers before the warm-up request has run; this line does not come before.
@@ -39,6 +42,7 @@ CPU_ARGUMENTS = (
     *("--max-total-tokens", "8192"),
 )
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 
 
@@ -78,8 +82,7 @@ class Answer:
 
     @property
     def histogram(self) -> list[int]:
-        """Rounds by number of accepted drafts; empty where nothing was drafted."""
-        return list(self.meta.get("spec_correct_drafts_histogram") or [])
+        return histogram_of(self.meta)
 
 
 class Engine:
@@ -112,20 +115,23 @@ class Engine:
                 "that has sglang"
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self._process = subprocess.Popen(
-            self.launch.command,
-            env=environment(self.launch.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=_end_with_parent,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        log = self.log.open("w", encoding="utf-8")
         try:
+            # A signal between the start and its being known would leave the engine behind.
+            with _signals_wait():
+                self._process = subprocess.Popen(
+                    self.launch.command,
+                    env=environment(self.launch.environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
+                )
+                self._reader = threading.Thread(target=self._read, args=(log,), daemon=True)
+                self._reader.start()
             self._wait_until_ready()
         except BaseException:
             self.__exit__()
@@ -152,6 +158,7 @@ class Engine:
     @property
     def url(self) -> str:
         host = HOST if self.launch.host in ("0.0.0.0", "::") else self.launch.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.launch.port}"
 
     @property
@@ -195,7 +202,7 @@ class Engine:
         answers = self.post("/generate", body, timeout=timeout)
         if not isinstance(answers, list) or len(answers) != len(prompts):
             raise EngineError(f"{len(prompts)} prompts asked, the engine answered {answers!r:.200}")
-        return [Answer(list(each["output_ids"]), each["meta_info"]) for each in answers]
+        return [_answer(each) for each in answers]
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, as soon as the last request has left the batch."""
@@ -217,25 +224,28 @@ class Engine:
         except urllib.error.HTTPError as error:
             words = " ".join(error.read().decode(errors="replace").split())[:300]
             raise EngineError(f"the engine refused {request.selector}: {words}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             ended = self.returncode is not None
             state = f"it has ended: {self.last_words()}" if ended else "it still runs"
             raise EngineError(
-                f"no answer from the engine to {request.selector} ({error}); {state}; its log is "
+                f"no answer from the engine to {request.selector} ({error!r}); {state}; its log is "
                 f"{self.log}"
             ) from None
 
-    def _read(self) -> None:
+    def _read(self, log: TextIO) -> None:
+        """Take every line: an engine whose output nobody takes stops when the pipe is full."""
         stream = self._running.stdout
         assert stream is not None
-        with self.log.open("w", encoding="utf-8") as log:
+        with suppress(OSError), log:
             for line in stream:
-                log.write(line)
-                log.flush()
                 if READY in line:
                     self._ready.set()
+                with suppress(OSError):  # the disk is full
+                    log.write(line)
+                    log.flush()
                 if self._echo is not None:
-                    self._echo(line.rstrip("\n"))
+                    with suppress(OSError, UnicodeError):  # our reader has gone, or cannot show it
+                        self._echo(line.rstrip("\n"))
 
     def _wait_until_ready(self) -> None:
         end = time.monotonic() + self.timeout
@@ -261,6 +271,44 @@ class Engine:
         return (errors or said or ["it printed nothing"])[-1][:400]
 
 
+def histogram_of(details: Mapping[str, Any]) -> list[int]:
+    """Rounds by number of accepted drafts; empty where nothing was drafted.
+
+    Raises EngineError for anything but counts.
+    """
+    counts = details.get("spec_correct_drafts_histogram") or []
+    if not isinstance(counts, list) or any(type(n) is not int or n < 0 for n in counts):
+        raise EngineError(
+            f"expected a histogram of accepted drafts, the engine says {counts!r:.200}"
+        )
+    return counts
+
+
+def cpu_launch(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Arguments and environment of a server without a GPU; each of several ranks gets a core."""
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
+    return CPU_ARGUMENTS, CPU_ENVIRONMENT | (cores if ranks > 1 else {})
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """A signal leaves the block once; more of them do not interrupt what ends the engine."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in ENDING:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    # What is ignored already (nohup) stays ignored.
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """Our environment for another interpreter, with `more` on top."""
     kept = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
@@ -272,6 +320,33 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def _answer(entry: Any) -> Answer:
+    """One entry of `/generate`'s answer; EngineError for anything else."""
+    ids, meta = (
+        entry.get(k) if isinstance(entry, dict) else None for k in ("output_ids", "meta_info")
+    )
+    if not isinstance(ids, list) or not isinstance(meta, dict):
+        raise EngineError(f"expected output_ids and meta_info, the engine answered {entry!r:.200}")
+    histogram_of(meta)
+    return Answer(ids, meta)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals that end us are raised when the block has ended. Only the main thread gets them."""
+    arrived: list[int] = []
+    mine = threading.current_thread() is threading.main_thread()
+    taken = [number for number in ENDING if mine and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: arrived.append(number)) for n in taken}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
 
 
 def _end_with_parent() -> None:

@@ -83,7 +83,8 @@ def one_pass(survival: list[float], own: list[float], name: str = "single", **mo
         "acceptance_length_same_text_ours": None,
     }
     counts = {"num_requests": 10, "num_equal_text": 10, "num_equal_histogram": 0}
-    histograms: dict[str, Any] = {"histogram": [], "histogram_ours": [], "different": []}
+    counts["num_our_text"] = 10
+    histograms: dict[str, Any] = {"histogram": [9], "histogram_ours": [9], "different": []}
     fields = {"cached_tokens": 0, **lengths, **counts, **histograms, **more}
     return PassResult(name=name, survival_at=survival, survival_at_ours=own, **fields)
 
@@ -103,6 +104,30 @@ RIGHT = [0.9, 0.7, 0.5, 0.4]
 def test_patterns_have_names(survival: list[float], named: str) -> None:
     found = diagnose_passes([one_pass(survival, RIGHT)], exact_text=True, tolerance=0.0)
     assert len(found) == 1 and named in found[0].what, found
+
+
+def test_a_server_that_does_not_draft_is_no_small_difference() -> None:
+    """Whatever the tolerance, and even where we accept nothing either."""
+    answers = [theirs(), theirs()]
+    result = compare_pass("single", answers, [[1, 2]] * 2, [ours(0), ours(0)], K)
+    for tolerance in (0.0, 0.2):
+        found = diagnose_passes([result], exact_text=False, tolerance=tolerance)
+        assert [each.severity for each in found] == ["defect"] and "does not draft" in found[0].what
+
+
+def test_lengths_are_not_compared_on_other_texts() -> None:
+    """One answer of six is ours: its rounds prove nothing for the rest."""
+    answers = [theirs(0, 0, 0, 2), *(theirs(0, 0, 0, 2, text=(7, 7)) for _ in range(5))]
+    result = compare_pass("single", answers, [[1, 2]] * 6, [ours(3, 3)] * 6, K)
+    found = diagnose_passes([result], exact_text=False, tolerance=0.01)
+    assert "1 of 6 answers are ours, too few to compare" in found[0].what
+
+
+def test_what_is_not_a_number_is_null_in_the_report() -> None:
+    nan = float("nan")
+    assert LayerMatch(1, nan, 1, nan).to_json()["error"] is None
+    matches = compare_features([torch.full((7, 4), nan)], [states()], [1])
+    assert diagnose_features(matches, "float32")
 
 
 def test_a_pass_that_differs_alone_points_at_what_it_adds() -> None:

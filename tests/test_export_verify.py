@@ -37,7 +37,7 @@ def asked() -> list[Prompt]:
 def plan(directory: Path, logs: Path, **changes: Any) -> Plan:
     options: dict[str, Any] = {"probe": False, "max_new_tokens": 48, **changes}
     target = str(trained_draft.target_directory())
-    return Plan(directory, target, engine_python(), logs, **options)
+    return Plan(directory, directory.name, target, engine_python(), logs, **options)
 
 
 @cache

@@ -1,12 +1,25 @@
 """The launcher: ready means ready, every failure is one line, and nothing is left running."""
 
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import as_interpreter
 
-from spec.target.engine import Answer, Engine, EngineError, Launch, environment, free_port
+from spec.target.engine import (
+    Answer,
+    Engine,
+    EngineError,
+    Launch,
+    ends_in_order,
+    environment,
+    free_port,
+    histogram_of,
+)
 
 CHILD = "sleep 600 & echo child $!"
 READY = "echo 'The server is fired up and ready to roll!'"
@@ -124,3 +137,77 @@ def test_our_packages_do_not_leak_into_its_environment(monkeypatch: pytest.Monke
 def test_a_histogram_that_is_absent_is_empty() -> None:
     assert Answer([], {}).histogram == []
     assert Answer([], {"spec_correct_drafts_histogram": [1, 2]}).histogram == [1, 2]
+
+
+@pytest.mark.parametrize("counts", [[-3, 0, 5], {"0": 1}, [1.5], "12", [True]])
+def test_a_histogram_that_is_none_is_refused(counts: object) -> None:
+    with pytest.raises(EngineError, match="expected a histogram"):
+        histogram_of({"spec_correct_drafts_histogram": counts})
+
+
+def test_a_listener_that_fails_does_not_stop_the_reading(tmp_path: Path) -> None:
+    """Its terminal cannot show a line: the engine is ready all the same, the log is whole."""
+
+    def echo(line: str) -> None:
+        raise UnicodeEncodeError("ascii", line, 0, 1, "no such letter")
+
+    python = script(tmp_path, "echo one", READY, "echo two", "sleep 600")
+    launch = Launch(python, (), port=free_port())
+    with Engine(launch, log=tmp_path / "log", timeout=30, echo=echo):
+        time.sleep(0.3)
+    assert (tmp_path / "log").read_text().splitlines()[0] == "one"
+    assert "two" in (tmp_path / "log").read_text()
+
+
+def test_a_log_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    with pytest.raises(OSError), engine(tmp_path, script(tmp_path, READY, "sleep 600")):
+        pass
+
+
+def test_a_body_that_breaks_off_is_one_line(tmp_path: Path) -> None:
+    """It promises a hundred bytes and sends three."""
+    port = free_port()
+    answer = "HTTP/1.1 200 OK\\r\\nContent-Length: 100\\r\\n\\r\\nabc"
+    server = (
+        f"import socket; s = socket.create_server(('127.0.0.1', {port})); "
+        "print('The server is fired up and ready to roll!', flush=True); "
+        f"c, _ = s.accept(); c.recv(9999); c.sendall(b'{answer}'); c.close()"
+    )
+    python = script(tmp_path, f'exec {sys.executable} -c "{server}"')
+    launch = Launch(python, (), port=port)
+    with (
+        Engine(launch, log=tmp_path / "log", timeout=30) as running,
+        pytest.raises(EngineError, match="no answer from the engine"),
+    ):
+        running.get("/x", timeout=5)
+
+
+def test_a_signal_during_the_start_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives while the engine's process is being made, before anybody knows its number."""
+    start = subprocess.Popen
+
+    def start_and_signal(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
+    started: list[int] = []
+    monkeypatch.setattr("spec.target.engine.subprocess.Popen", start_and_signal)
+    python = script(tmp_path, CHILD, READY, "wait")
+    with pytest.raises(SystemExit), ends_in_order(), engine(tmp_path, python):
+        pass
+    assert gone(started[0])
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ends_in_order():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
