@@ -5,6 +5,7 @@ An unknown key is an error that names the nearest known one.
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -30,6 +31,14 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML takes a plain 1e-4 for a string; a recipe means the number. What is in quotes stays text.
+StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
 def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe by path, or by the name of a shipped one, and apply `a.b=value` overrides.
 
@@ -49,8 +58,10 @@ def load_recipe(name: str | Path, overrides: list[str] | None = None) -> Recipe:
 def read_mapping(path: Path) -> dict[str, Any]:
     """The sections of a YAML file. Raises ValueError for a file that holds none."""
     try:
-        data = yaml.load(path.read_text(), Loader=StrictLoader)  # a SafeLoader
-    except yaml.YAMLError as error:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=StrictLoader)  # a SafeLoader
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not text in UTF-8; expected a YAML file") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no such date
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
@@ -60,7 +71,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
 def validated(model: type[AnyRecipe], data: dict[str, Any], name: str) -> AnyRecipe:
     """The recipe of a schema. Raises ValueError, all its mistakes in one line."""
     try:
-        return model.model_validate_json(_json(data))
+        # YAML knows dates and sets; as text they meet the schema's own message.
+        text = json.dumps(_with_text_keys(data), default=str)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"{name}: a value contains itself, or is nested too deeply; expected sections of keys "
+            "and values: write out what stands behind the `*`"
+        ) from None
+    try:
+        return model.model_validate_json(text)
     except ValidationError as error:
         keys = known_keys(model)
         raise ValueError(
@@ -115,8 +134,8 @@ def set_key(data: dict[str, Any], override: str, keys: list[str]) -> str:
             data[parent] = {}
         data = data[parent]
     try:
-        data[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        data[last] = yaml.load(text, Loader=StrictLoader)
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise ValueError(f"override {override!r}: {text!r} is not a YAML value") from None
     return key
 
@@ -160,26 +179,13 @@ def _fill(section: dict[str, Any], defaults: dict[str, Any]) -> None:
             section[key] = value
 
 
-def _as_number(text: str) -> str | float:
-    """YAML takes 1e-4 for a string; a recipe means the number."""
-    try:
-        return (
-            float(text)
-            if any(c.isdigit() for c in text) and set(text) <= set("0123456789eE+-.")
-            else text
-        )
-    except ValueError:
-        return text
-
-
-def _json(data: Any) -> str:
-    def fix(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): fix(item) for key, item in value.items()}
-        return _as_number(value) if isinstance(value, str) else value
-
-    # YAML knows dates and sets; as text they meet the schema's own message.
-    return json.dumps(fix(data), default=str)
+def _with_text_keys(value: Any) -> Any:
+    """Keys as JSON has them: a bare number or date that names something is its text."""
+    if isinstance(value, list):
+        return [_with_text_keys(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(item) for key, item in value.items()}
+    return value
 
 
 def _explain(problem: Any, keys: list[str]) -> str:
