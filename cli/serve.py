@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .engine import PythonOption, find_python, require_python, tell
+from .export import finding_lines
+
 if TYPE_CHECKING:
-    from ..export.findings import Finding
     from ..serve.models import Models
     from ..serve.recipe import ServeRecipe
     from ..target.engine import Launch
 
 EXAMPLE = (
-    "Example: `spec serve -r qwen3-8b --python .venv-sglang/bin/python draft.path=./drafter "
+    "Example: `spec serve -r qwen3-8b --python /opt/sglang/bin/python draft.path=./drafter "
     "smoke.floor=3`"
 )
-PYTHON = "SPEC_ENGINE_PYTHON"  # the engine's interpreter, where --python is not given
-MADE_HERE = Path(".venv-sglang/bin/python")
 
 
 def serve(
@@ -30,10 +30,7 @@ def serve(
         list[str] | None, typer.Argument(help="Dotted `key=value` pairs that replace the recipe's.")
     ] = None,
     engine: Annotated[Literal["sglang"], typer.Option(help="Who serves.")] = "sglang",
-    python: Annotated[
-        str | None,
-        typer.Option(help=f"Python of the engine's environment; else {PYTHON}, {MADE_HERE}."),
-    ] = None,
+    python: PythonOption = None,
     only_print: Annotated[
         bool, typer.Option("--print", help="Print the command, check it, and start nothing.")
     ] = False,
@@ -52,25 +49,25 @@ def serve(
         return
     if recipe is None:
         raise ValueError("name a recipe: --recipe NAME or FILE; spec serve --list shows the names")
+    from ..export.findings import has_defect
     from ..serve.command import launch
     from ..serve.models import look_at_models
     from ..serve.recipe import load_serve_recipe
     from ..serve.rules import examine
 
     resolved = load_serve_recipe(recipe, overrides)
-    models = look_at_models(resolved)
+    models = look_at_models(resolved, only_print=only_print)
     interpreter = find_python(python)
     start = launch(resolved, models, interpreter or "python")
     if only_print:
         print(start.shell(), flush=True)
     findings = examine(resolved, models)
-    tell_findings(findings)
-    if any(finding.severity == "defect" for finding in findings):
+    for line in finding_lines(findings):
+        tell(line)
+    if has_defect(findings):
         raise typer.Exit(1)
-    if not only_print and interpreter is None:
-        raise ValueError(
-            f"no engine: give --python PATH of an environment that has sglang, or set {PYTHON}"
-        )
+    if not only_print:
+        require_python(python)
     tell_verdict(start, resolved, models, asked=interpreter is not None)
     if only_print:
         return
@@ -82,17 +79,6 @@ def serve(
     raise typer.Exit(run(start, resolved, log=file, echo=show_line, tell=tell))
 
 
-def find_python(given: str | None) -> str | None:
-    """The engine's interpreter: as given, of the environment variable, or beside us."""
-    found = given or os.environ.get(PYTHON)
-    return found or (str(MADE_HERE.absolute()) if MADE_HERE.is_file() else None)
-
-
-def tell(line: str) -> None:
-    """Our own lines go to stderr: stdout is the engine's, or the command's."""
-    print(f"spec: {line}", file=sys.stderr, flush=True)
-
-
 def show_line(line: str) -> None:
     """A line of the engine; a reader that has gone does not end a server."""
     try:
@@ -101,17 +87,11 @@ def show_line(line: str) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
-def tell_findings(findings: "list[Finding]") -> None:
-    for each in findings:
-        tell(f"{each.severity}: {each.what}")
-        if each.severity != "note":  # a note is one line
-            tell(f"  -> {each.cure}")
-
-
 def tell_verdict(
     start: "Launch", resolved: "ServeRecipe", models: "Models", *, asked: bool
 ) -> None:
     """What the engine's own argument check says, where it can be asked; 1 where it refuses."""
+    from ..serve.command import draft_quantization
     from ..serve.validate import validate
 
     if not asked:
@@ -120,7 +100,7 @@ def tell_verdict(
     if not models.are_here:
         tell("not shown to the engine: it reads the config.json of both models, and one is absent")
         return
-    verdict = validate(start, resolved.draft.quantization, resolved.engine.gpu)
+    verdict = validate(start, draft_quantization(resolved, models), resolved.engine)
     tell(verdict.line())
     if not verdict.accepted:
         raise typer.Exit(1)

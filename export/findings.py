@@ -1,5 +1,6 @@
 """What `spec check` says of a drafter directory, and what it knows of one."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from ..target.tensors import Stored
 from .layouts import Layout
 
 Severity = Literal["defect", "warning", "note"]
+WORST_FIRST: tuple[Severity, ...] = ("defect", "warning", "note")
 Engine = Literal["sglang", "vllm", "zlab", "deepspec"]
 Reader = Literal["SGLang", "vLLM", "z-lab", "DeepSpec", "spec", "all"]
 READERS: dict[Engine, Reader] = {
@@ -72,3 +74,12 @@ def warning(what: str, cure: str, engine: Reader = "all") -> Finding:
 
 def note(what: str, cure: str, engine: Reader = "all") -> Finding:
     return Finding("note", what, engine, cure)
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """The worst first, each kind in the order given."""
+    return sorted(findings, key=lambda finding: WORST_FIRST.index(finding.severity))
+
+
+def has_defect(findings: Iterable[Finding]) -> bool:
+    return any(finding.severity == "defect" for finding in findings)

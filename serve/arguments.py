@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from ..export.findings import Finding, defect, warning
+from ..export.findings import Finding
 from ..recipes.schema import Algorithm
+from .findings import defect, warning
 from .recipe import ServeRecipe
 
 # Options that a key of the recipe writes, under each of the engine's spellings.
@@ -103,7 +104,7 @@ def check_arguments(recipe: ServeRecipe) -> Iterator[Finding]:
     algorithm = recipe.draft.algorithm
     words = recipe.engine.arguments
     if words and not words[0].startswith("-"):
-        yield _defect(
+        yield defect(
             f"engine.arguments starts with {words[0]!r}; expected an option",
             "write each word as an entry: [--page-size, '64']",
         )
@@ -112,22 +113,16 @@ def check_arguments(recipe: ServeRecipe) -> Iterator[Finding]:
         if not name.startswith("--"):
             continue
         if " " in name:
-            yield _defect(
+            yield defect(
                 f"engine.arguments has {word!r} as one word",
                 "write each word as an entry: [--page-size, '64']",
             )
         elif name in KEYS:
-            yield _defect(
+            yield defect(
                 f"{name} in engine.arguments: the key {KEYS[name]} writes it",
                 f"set {KEYS[name]} and remove it there",
             )
         elif name in REFUSED and algorithm in REFUSED[name][1]:
-            yield _defect(f"{name} in engine.arguments: {REFUSED[name][0]}", "remove it")
+            yield defect(f"{name} in engine.arguments: {REFUSED[name][0]}", "remove it")
         elif name in IGNORED:
-            yield warning(
-                f"{name} in engine.arguments has no effect: {IGNORED[name]}", "remove it", "SGLang"
-            )
-
-
-def _defect(what: str, cure: str) -> Finding:
-    return defect(what, cure, "SGLang")
+            yield warning(f"{name} in engine.arguments has no effect: {IGNORED[name]}", "remove it")

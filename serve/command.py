@@ -1,7 +1,7 @@
 """From a serving recipe to SGLang's exact command line."""
 
-from ..export.serving import sglang_options
-from ..target.engine import CPU_ARGUMENTS, CPU_ENVIRONMENT, Launch
+from ..export.counts import sglang_options
+from ..target.engine import Launch, cpu_launch
 from .models import Models
 from .recipe import EngineSection, HiCacheSection, ServeRecipe
 
@@ -9,7 +9,7 @@ from .recipe import EngineSection, HiCacheSection, ServeRecipe
 def launch(recipe: ServeRecipe, models: Models, python: str) -> Launch:
     """How to start the server that the recipe describes."""
     engine = recipe.engine
-    own = CPU_ENVIRONMENT if engine.device == "cpu" else {}
+    own = cpu_launch(engine.tensor_parallel)[1] if engine.device == "cpu" else {}
     return Launch(
         python,
         (*_target(recipe), *_engine(engine), *_draft(recipe, models), *engine.arguments),
@@ -26,6 +26,11 @@ def num_draft_tokens(recipe: ServeRecipe, models: Models) -> int | None:
     return None if models.draft is None else models.draft.facts["num_draft_tokens"]
 
 
+def draft_quantization(recipe: ServeRecipe, models: Models) -> str | None:
+    """What the drafter's weights are: the recipe's word, else its config.json's."""
+    return recipe.draft.quantization or models.draft_quantization
+
+
 def _target(recipe: ServeRecipe) -> list[str]:
     target = recipe.target
     return [
@@ -40,8 +45,9 @@ def _target(recipe: ServeRecipe) -> list[str]:
 def _engine(engine: EngineSection) -> list[str]:
     data_parallel = engine.attention_data_parallel
     device = ("--device", "cuda", *_option("--attention-backend", engine.attention_backend))
+    without_gpu = cpu_launch(engine.tensor_parallel)[0]
     return [
-        *(CPU_ARGUMENTS if engine.device == "cpu" else device),
+        *(without_gpu if engine.device == "cpu" else device),
         *("--tp-size", str(engine.tensor_parallel)),
         *(("--pp-size", str(engine.pipeline_parallel)) if engine.pipeline_parallel > 1 else ()),
         # Drafters borrow the target's head, which has to be whole in each group.
@@ -76,17 +82,13 @@ def _hicache(hicache: HiCacheSection) -> list[str]:
 
 def _draft(recipe: ServeRecipe, models: Models) -> list[str]:
     draft, count = recipe.draft, num_draft_tokens(recipe, models)
-    counted = sglang_options(draft.algorithm, count or 0, quantized=draft.quantization != "none")
-    words = [word for option in counted for word in option.split()]
-    if count is None:  # rules.py refuses it; what is shown leaves it to the engine
-        at = words.index("--speculative-num-draft-tokens")
-        del words[at : at + 2]
+    kind = draft_quantization(recipe, models)  # None: what is shown leaves it to the engine
     return [
-        *words,
+        *sglang_options(draft.algorithm, count, quantized=kind != "none"),
         *("--speculative-draft-model-path", draft.path),
         # Beside an NVFP4 target the engine would read this drafter's 128 x 128 blocks as NVFP4:
         # it counts fp8 checkpoints among those that modelopt_fp4 requantizes.
-        *(("--speculative-draft-model-quantization", "fp8") if draft.quantization == "fp8" else ()),
+        *(("--speculative-draft-model-quantization", "fp8") if kind == "fp8" else ()),
         *_option("--speculative-draft-attention-backend", draft.attention_backend),
         *_option("--speculative-draft-kv-cache-dtype", draft.kv_cache_dtype),
         *_option("--speculative-draft-window-size", draft.window),

@@ -11,8 +11,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from ..export.check import Report, check
-from ..export.findings import Finding, note
+from ..export.findings import Finding
 from ..target.files import HUB_ID
+from .findings import defect, note
 from .recipe import ServeRecipe
 
 
@@ -23,7 +24,6 @@ class TargetShape:
     layers: int | None
     heads: int | None
     positions: int | None  # the longest context
-    quantization: str | None  # quant_method, modelopt where a file of its own says so
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,24 @@ class Models:
     def are_here(self) -> bool:
         return self.target is not None and self.draft is not None
 
+    @property
+    def draft_quantization(self) -> str | None:
+        """What the drafter's config.json says its weights are; None where it is not here."""
+        if self.draft is None:
+            return None
+        own = self.draft_shape.get("quantization_config")
+        return str(own.get("quant_method", "unnamed")) if isinstance(own, dict) and own else "none"
 
-def look_at_models(recipe: ServeRecipe) -> Models:
-    """Read what is local. Raises ValueError or FileNotFoundError for an unreadable directory."""
+
+def look_at_models(recipe: ServeRecipe, *, only_print: bool = False) -> Models:
+    """Read what is local. Raises ValueError or FileNotFoundError for an unreadable directory.
+
+    A directory that does not exist is a defect, but where the command is only printed: it may be
+    meant for another machine.
+    """
     target, draft = local_directory(recipe.target.path), local_directory(recipe.draft.path)
     absent = [
-        note(
-            f"{key} {path} is not on this machine, so nothing of it could be checked",
-            f"download it and set {key}=DIRECTORY to have it checked",
-            "SGLang",
-        )
+        _absent(key, path, only_print=only_print)
         for key, path, directory in (
             ("target.path", recipe.target.path, target),
             ("draft.path", recipe.draft.path, draft),
@@ -68,31 +76,41 @@ def local_directory(path: str) -> Path | None:
     given = Path(path).expanduser()
     if given.is_dir():
         return given
-    if not HUB_ID.fullmatch(path):
+    if not is_hub_id(path):
         return None
     cached = try_to_load_from_cache(path, "config.json")
     return Path(cached).parent if isinstance(cached, str) else None
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path may name a model on the hub; a directory of that name comes first."""
+    return HUB_ID.fullmatch(path) is not None
+
+
+def _absent(key: str, path: str, *, only_print: bool) -> Finding:
+    if is_hub_id(path) or Path(path).expanduser().exists():  # a .gguf file is one
+        return note(
+            f"{key} {path} is not on this machine, so nothing of it could be checked",
+            f"download it and set {key}=DIRECTORY to have it checked",
+        )
+    kind = note if only_print else defect
+    return kind(f"{key} {path}: no such directory", f"set {key} to a model directory or a hub id")
+
+
 def read_shape(directory: Path) -> TargetShape:
-    """Layers, heads and quantization of a target. Raises ValueError without a readable config."""
+    """Layers, heads and context of a target. Raises ValueError without a readable config."""
     try:
         whole = json.loads((directory / "config.json").read_text())
         text = whole.get("text_config") or whole
-        quantized = whole.get("quantization_config") or text.get("quantization_config") or {}
-        method = quantized.get("quant_method")
+        return TargetShape(
+            layers=text.get("num_hidden_layers"),
+            heads=text.get("num_attention_heads"),
+            positions=text.get("max_position_embeddings"),
+        )
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{directory}: no readable config.json ({error!r:.100}); expected a model directory"
         ) from None
-    if method is None and (directory / "hf_quant_config.json").is_file():
-        method = "modelopt"
-    return TargetShape(
-        layers=text.get("num_hidden_layers"),
-        heads=text.get("num_attention_heads"),
-        positions=text.get("max_position_embeddings"),
-        quantization=method,
-    )
 
 
 def _check(draft: Path, target: Path | None) -> tuple[Report, list[Finding]]:
@@ -105,6 +123,5 @@ def _check(draft: Path, target: Path | None) -> tuple[Report, list[Finding]]:
         reason = note(
             f"the drafter was not compared with the target: {error}",
             "the engine may know the target all the same",
-            "SGLang",
         )
         return check(draft, engine="sglang"), [reason]

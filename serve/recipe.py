@@ -5,7 +5,7 @@ command.py's business.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,7 @@ from ..recipes.schema import Algorithm, Dtype, Section
 SHIPPED_SERVE = SHIPPED / "serve"
 # What a drafter's file is, by the quant_method of its config.json.
 DraftQuantization = Literal["none", "compressed-tensors", "fp8"]
+DRAFT_QUANTIZATIONS: tuple[str, ...] = get_args(DraftQuantization)
 Gpu = Literal["hopper", "blackwell"]
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 
@@ -38,8 +39,8 @@ class DraftSection(Section):
     num_draft_tokens: int | None = Field(
         None, gt=0, description="tokens a round proposes; none: as it was trained"
     )
-    quantization: DraftQuantization = Field(
-        "none", description="what its weights are; none: bf16 (or another float type)"
+    quantization: DraftQuantization | None = Field(
+        None, description="null: by its config.json; none: bf16 (or another float type)"
     )
     attention_backend: str | None = Field(None, description="none: the engine's choice")
     kv_cache_dtype: KvCacheDtype | None = Field(None, description="none: as the target's")

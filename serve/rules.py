@@ -5,11 +5,12 @@ Each rule yields findings as `spec check` does: a defect would be served wrongly
 
 from collections.abc import Iterator
 
-from ..export.findings import Finding, defect, warning
+from ..export.findings import Finding, by_severity
 from .arguments import check_arguments
 from .command import num_draft_tokens
-from .models import Models
-from .recipe import ServeRecipe
+from .findings import defect, warning
+from .models import Models, is_hub_id
+from .recipe import DRAFT_QUANTIZATIONS, ServeRecipe
 
 # Of `--speculative-draft-attention-backend` on NVIDIA GPUs.
 DRAFT_BACKENDS = ("flashinfer", "fa3", "fa4", "triton", "trtllm_mha")
@@ -22,9 +23,7 @@ def examine(recipe: ServeRecipe, models: Models) -> list[Finding]:
     rules = (_drafter, _algorithm, _counts, _layers, _quantization, _context)
     rules += (_parallel, _backends, _modes)
     found = [each for rule in rules for each in rule(recipe, models)]
-    found += [*check_arguments(recipe), *models.absent]
-    order = ("defect", "warning", "note")
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    return by_severity([*found, *check_arguments(recipe), *models.absent])
 
 
 def _drafter(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
@@ -38,7 +37,7 @@ def _algorithm(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
         return
     found = models.draft.facts["algorithm"]
     if found != recipe.draft.algorithm:
-        yield _defect(
+        yield defect(
             f"draft.algorithm is {recipe.draft.algorithm}, but {recipe.draft.path} is {found}",
             f"set draft.algorithm={found}",
         )
@@ -47,8 +46,9 @@ def _algorithm(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
 def _counts(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     asked = num_draft_tokens(recipe, models)
     trained = None if models.draft is None else models.draft.facts["num_draft_tokens"]
-    if asked is None:
-        yield _defect(
+    # A directory that is not here has a finding of its own, in models.py.
+    if asked is None and is_hub_id(recipe.draft.path):
+        yield defect(
             f"draft.num_draft_tokens is not set and {recipe.draft.path} does not say it here",
             "set draft.num_draft_tokens as it was trained (DFlash: block size - 1, DSpark: block "
             "size)",
@@ -57,16 +57,16 @@ def _counts(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
         return
     what = f"draft.num_draft_tokens is {asked}, {recipe.draft.path} was trained for {trained}"
     if recipe.draft.algorithm == "dspark" or asked > trained:
-        yield _defect(what, f"set draft.num_draft_tokens={trained}, or leave it out")
+        yield defect(what, f"set draft.num_draft_tokens={trained}, or leave it out")
     else:
-        yield _warning(f"{what}: a shorter block than it knows", "compare the acceptance length")
+        yield warning(f"{what}: a shorter block than it knows", "compare the acceptance length")
 
 
 def _layers(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     layers = models.target.layers if models.target else None
     ids = models.draft.facts["target_layer_ids"] if models.draft else None
     if ids and layers and max(ids) > layers - 2:
-        yield _defect(
+        yield defect(
             f"the drafter reads layers {ids} of a target of {layers} layers; engines capture the "
             f"output of layers 0 to {layers - 2}",
             OWN_DRAFTER,
@@ -74,21 +74,24 @@ def _layers(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
 
 
 def _quantization(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
-    if models.draft is None:
-        return
-    own = models.draft_shape.get("quantization_config")
-    found = str(own.get("quant_method", "unnamed")) if isinstance(own, dict) and own else "none"
-    asked = recipe.draft.quantization
-    if found == asked:
+    asked, found = recipe.draft.quantization, models.draft_quantization
+    if asked is None and found is None and is_hub_id(recipe.draft.path):
+        yield defect(
+            f"draft.quantization is not set and {recipe.draft.path} does not say it here",
+            "set draft.quantization=none for bf16 weights, compressed-tensors or fp8 for FP8",
+        )
+    known = found in DRAFT_QUANTIZATIONS
+    if found is None or found == asked or (asked is None and known):
         return
     consequence = {
+        None: "the engine's reading of it is not known",
         "none": "the engine would be told to leave it unquantized",
         "compressed-tensors": "it would take over the target's quantization",
         "fp8": "it would be quantized a second time, or read as what it is not",
     }[asked]
-    known = found in ("none", "compressed-tensors", "fp8")
-    yield _defect(
-        f"draft.quantization is {asked}, {recipe.draft.path} says {found}: {consequence}",
+    yield defect(
+        f"draft.quantization is {asked or 'not set'}, {recipe.draft.path} says {found}: "
+        f"{consequence}",
         f"set draft.quantization={found}"
         if known
         else "expected none, compressed-tensors or fp8 (128 x 128 blocks); export it again",
@@ -104,7 +107,7 @@ def _context(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     rope = models.draft_shape.get("rope_parameters") or models.draft_shape.get("rope_scaling")
     stretched = isinstance(rope, dict) and rope.get("rope_type", "default") != "default"
     if served and type(own) is int and own < served and not stretched:
-        yield _defect(
+        yield defect(
             f"the drafter has {own} positions, the server a context of {served}: the engine "
             "refuses to start",
             f"set engine.context_length={own}, or engine.environment={{{LONGER}: '1'}} where the "
@@ -116,12 +119,12 @@ def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     engine = recipe.engine
     ranks, groups = engine.tensor_parallel, engine.attention_data_parallel
     if engine.pipeline_parallel > 1:
-        yield _defect(
+        yield defect(
             f"engine.pipeline_parallel is {engine.pipeline_parallel}; drafters need 1",
             "set engine.pipeline_parallel=1 and raise engine.tensor_parallel",
         )
     if ranks % groups:
-        yield _defect(
+        yield defect(
             f"engine.attention_data_parallel {groups} does not divide engine.tensor_parallel "
             f"{ranks}",
             "the groups share out the tensor-parallel ranks: give a divisor",
@@ -129,7 +132,7 @@ def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
         return
     heads = models.target.heads if models.target else None
     if heads and heads % (ranks // groups):
-        yield _defect(
+        yield defect(
             f"{ranks // groups} ranks do not divide the target's {heads} attention heads",
             "give an engine.tensor_parallel that does",
         )
@@ -137,12 +140,12 @@ def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
         models.draft_shape.get(key) for key in ("num_attention_heads", "num_key_value_heads")
     )
     if type(own) is int and own % ranks:
-        yield _defect(
+        yield defect(
             f"engine.tensor_parallel {ranks} does not divide the drafter's {own} attention heads",
             "give one that does",
         )
     elif type(shared) is int and shared > 0 and shared % ranks and ranks % shared:
-        yield _defect(
+        yield defect(
             f"engine.tensor_parallel {ranks} fits the drafter's {shared} key-value heads neither "
             "way: expected a divisor or a multiple",
             "give one that does",
@@ -157,36 +160,36 @@ def _backends(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
             ("draft.attention_backend", draft.attention_backend),
         ):
             if value not in (None, "torch_native"):
-                yield _defect(
+                yield defect(
                     f"{key} is {value} and engine.device cpu, where only torch_native runs",
                     f"leave {key} out",
                 )
         if engine.kv_cache_dtype != "auto" or engine.hicache is not None:
-            yield _defect(
+            yield defect(
                 "engine.kv_cache_dtype or engine.hicache on engine.device cpu, which has neither",
                 "leave them out",
             )
         return
     backend = draft.attention_backend
     if backend is not None and backend not in DRAFT_BACKENDS:
-        yield _defect(
+        yield defect(
             f"draft.attention_backend is {backend}; expected one of {', '.join(DRAFT_BACKENDS)}",
             "leave it out: the engine takes the target's where that can draft, else flashinfer",
         )
     if backend == "trtllm_mha" and models.draft_shape.get("is_causal") is not True:
-        yield _warning(
+        yield warning(
             "draft.attention_backend trtllm_mha serves causal drafters only; the engine takes "
             "another one",
             "set draft.attention_backend=fa4 on Blackwell, fa3 on Hopper",
         )
     if backend == "fa4" and draft.kv_cache_dtype not in (None, "auto", "bfloat16"):
-        yield _warning(
+        yield warning(
             f"draft.kv_cache_dtype is {draft.kv_cache_dtype}, but fa4 reads a cache of the "
             "compute dtype only and the engine makes one",
             "leave draft.kv_cache_dtype out",
         )
     if recipe.target.dtype == "float32":
-        yield _defect(
+        yield defect(
             "target.dtype is float32; with a drafter the engine fails at the first request, since "
             "it turns the block's embeddings into bfloat16",
             "leave target.dtype out, or set bfloat16",
@@ -198,18 +201,10 @@ def _modes(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     mode = recipe.engine.environment.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     named = [key for key in ("sts", "sps") if getattr(recipe.draft, key) is not None]
     if named and mode == "static":
-        yield _warning(
+        yield warning(
             f"{' and '.join(f'draft.{key}' for key in named)} without effect: "
             "SGLANG_RAGGED_VERIFY_MODE is static, where every draft is verified",
             "set engine.environment={SGLANG_RAGGED_VERIFY_MODE: cap-accept}, or remove them",
         )
     if recipe.draft.algorithm == "dflash" and mode != "static":
-        yield _warning(f"SGLANG_RAGGED_VERIFY_MODE={mode} has no effect with dflash", "remove it")
-
-
-def _defect(what: str, cure: str) -> Finding:
-    return defect(what, cure, "SGLang")
-
-
-def _warning(what: str, cure: str) -> Finding:
-    return warning(what, cure, "SGLang")
+        yield warning(f"SGLANG_RAGGED_VERIFY_MODE={mode} has no effect with dflash", "remove it")

@@ -1,17 +1,11 @@
 """Start the engine, see that it drafts, keep it until it or we are told to end."""
 
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
-from ..target.engine import Engine, Launch
+from ..target.engine import Engine, Launch, ends_in_order
 from .recipe import ServeRecipe
 from .smoke import smoke
-
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def serve(
@@ -38,20 +32,3 @@ def serve(
         code = engine.wait()
         tell(f"the engine ended by itself with exit code {code}; its log is {log}")
     return 1
-
-
-@contextmanager
-def ends_in_order() -> Iterator[None]:
-    """A signal leaves the block once; more of them do not interrupt what ends the engine."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        for each in ENDING:
-            signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -5,11 +5,10 @@ asked for, and the acceptance length is counted from their rounds: 1 + accepted 
 engine's headline divides tokens by rounds and is off by the prefill's token and the last cut.)
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..target.engine import Engine
+from ..target.engine import Engine, EngineError, histogram_of
 from .recipe import SmokeSection
 
 
@@ -19,6 +18,7 @@ class SmokeResult:
 
     histogram: tuple[int, ...]
     num_prompts: int
+    without_round: tuple[str, ...] = ()  # prompts whose answer had no speculative round
 
     @property
     def num_rounds(self) -> int:
@@ -41,6 +41,12 @@ class SmokeResult:
                 f"smoke check failed: {self.num_prompts} answers without one speculative round; is "
                 "this a speculative server, and are the answers longer than a token?"
             )
+        if self.without_round:
+            return (
+                f"smoke check failed: {len(self.without_round)} of {self.num_prompts} answers "
+                f"without one speculative round, the first to {self.without_round[0]!r:.80}; see "
+                "the engine's log, or ask in smoke.prompts for more than a token"
+            )
         figure = (
             f"acceptance length {length:.3f} over {self.num_rounds} rounds of {self.num_prompts} "
             f"prompts, floor {floor:g}"
@@ -53,7 +59,9 @@ class SmokeResult:
         )
 
     def passed(self, floor: float) -> bool:
-        return self.acceptance_length is not None and self.acceptance_length >= floor
+        """Every prompt drafted, and all together enough."""
+        length = self.acceptance_length
+        return length is not None and length >= floor and not self.without_round
 
 
 def smoke(engine: Engine, section: SmokeSection, model: str) -> SmokeResult:
@@ -61,7 +69,12 @@ def smoke(engine: Engine, section: SmokeSection, model: str) -> SmokeResult:
     histograms = [_ask(engine, prompt, section, model) for prompt in section.prompts]
     size = max(map(len, histograms), default=0)
     padded = [[*each, *[0] * (size - len(each))] for each in histograms]
-    return SmokeResult(tuple(map(sum, zip(*padded, strict=True))), len(section.prompts))
+    pairs = zip(section.prompts, histograms, strict=True)
+    return SmokeResult(
+        tuple(map(sum, zip(*padded, strict=True))),
+        len(section.prompts),
+        tuple(prompt for prompt, each in pairs if not sum(each)),
+    )
 
 
 def _ask(engine: Engine, prompt: str, section: SmokeSection, model: str) -> list[int]:
@@ -69,7 +82,8 @@ def _ask(engine: Engine, prompt: str, section: SmokeSection, model: str) -> list
     if not section.chat:
         greedy = {"temperature": 0.0, "max_new_tokens": section.max_new_tokens}
         body = {"text": prompt, "sampling_params": greedy}
-        return histogram_of(engine.post("/generate", body, timeout=section.timeout)["meta_info"])
+        answer = engine.post("/generate", body, timeout=section.timeout)
+        return histogram_of(_part(answer, "meta_info"))
     answer = engine.post(
         "/v1/chat/completions",
         {
@@ -81,9 +95,16 @@ def _ask(engine: Engine, prompt: str, section: SmokeSection, model: str) -> list
         },
         timeout=section.timeout,
     )
-    return histogram_of((answer.get("sglext") or {}).get("spec_tokens_details") or {})
+    return histogram_of(_part(answer, "sglext", "spec_tokens_details"))
 
 
-def histogram_of(details: Mapping[str, Any]) -> list[int]:
-    """Rounds by accepted drafts; empty where the engine counted none."""
-    return list(details.get("spec_correct_drafts_histogram") or [])
+def _part(answer: Any, *keys: str) -> dict[str, Any]:
+    """What stands under these keys, empty where nothing does. Raises EngineError for no mapping."""
+    found = answer
+    for key in keys:
+        found = (found.get(key) or {}) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise EngineError(
+            f"expected an answer with {'.'.join(keys)}, the engine says {answer!r:.200}"
+        )
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..target.engine import Launch, environment
-from .recipe import DraftQuantization, Gpu
+from .recipe import EngineSection
 
 SCRIPT = Path(__file__).parent / "server_args.py"
 TIMEOUT = 300.0  # seconds; importing the engine takes most of them
@@ -38,16 +38,16 @@ class Verdict:
         return f"accepted by {who}" if self.accepted else f"refused by {who}: {self.words}"
 
 
-def validate(launch: Launch, quantization: DraftQuantization, gpu: Gpu | None = None) -> Verdict:
-    """Run the engine's own checks on a command, and its reading of the drafter's quantization.
+def validate(launch: Launch, quantization: str | None, engine: EngineSection) -> Verdict:
+    """Run the engine's own checks on a command; the drafter has to be read as `quantization`.
 
     Raises ValueError where that interpreter has no such engine.
     """
     own = environment({**OFFLINE, **launch.environment})
-    if "cpu" not in launch.arguments:
+    if engine.device != "cpu":
         own.pop(NOT_FOR_CUDA, None)
     address = ("--host", launch.host, "--port", str(launch.port))
-    asked = json.dumps({"arguments": [*launch.arguments, *address], "gpu": gpu})
+    asked = json.dumps({"arguments": [*launch.arguments, *address], "gpu": engine.gpu})
     try:
         done = subprocess.run(
             [launch.python, str(SCRIPT)],
@@ -58,17 +58,10 @@ def validate(launch: Launch, quantization: DraftQuantization, gpu: Gpu | None = 
             env=own,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(
-            f"{launch.python}: cannot be asked about the command ({error}); give the python of an "
-            "environment that has sglang"
-        ) from None
+        raise _mute(launch, error) from None
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ValueError(
-            f"{launch.python}: cannot be asked about the command ({words}); give the python of an "
-            "environment that has sglang"
-        )
+        raise _mute(launch, (done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
     said = json.loads(lines[-1])
     verdict = Verdict(said["version"], said["words"], said["resolved"], said["gpu"])
     found = verdict.resolved.get("draft_quantization") or "none"
@@ -76,3 +69,10 @@ def validate(launch: Launch, quantization: DraftQuantization, gpu: Gpu | None = 
         wrong = f"it would read the drafter as {found}, draft.quantization is {quantization}"
         return replace(verdict, words=wrong)
     return verdict
+
+
+def _mute(launch: Launch, why: object) -> ValueError:
+    return ValueError(
+        f"{launch.python}: cannot be asked about the command ({why}); give the python of an "
+        "environment that has sglang"
+    )

@@ -26,11 +26,11 @@ def test_print_without_network_models_or_engine() -> None:
     assert command.startswith("python -m sglang.launch_server \\\n  --model-path nvidia/Kimi-K2.6")
     assert "--tp-size 4 \\\n" in command and command.rstrip().endswith("--port 8000")
     told = done.stderr.splitlines()
-    assert [line.split(" is not on")[0] for line in told[:2]] == [
-        "spec: note: target.path nvidia/Kimi-K2.6-NVFP4",
-        "spec: note: draft.path drafters/kimi-k2.6-dflash-fp8",
+    assert [line.split(" is not on")[0] for line in told[:4:2]] == [
+        "spec: note (SGLang): target.path nvidia/Kimi-K2.6-NVFP4",
+        "spec: note (SGLang): draft.path drafters/kimi-k2.6-dflash-fp8",
     ]
-    assert told[2:] == [
+    assert told[4:] == [
         "spec: not shown to the engine: give --python PATH of an environment that has sglang"
     ]
 
@@ -39,7 +39,7 @@ def test_a_defect_is_told_and_ends_with_one(tmp_path: Path) -> None:
     pair = [f"target.path={target(tmp_path / 't')}", f"draft.path={drafter(tmp_path / 'd')}"]
     done = run("-r", "qwen3-8b", "--print", *pair)
     assert done.exit_code == 1
-    assert "spec: defect: draft.num_draft_tokens is 15" in done.stderr
+    assert "spec: defect (SGLang): draft.num_draft_tokens is 15" in done.stderr
     assert "spec:   -> set draft.num_draft_tokens=3" in done.stderr
     assert "--speculative-num-draft-tokens 16" in done.stdout  # what was asked for
     good = run("-r", "qwen3-8b", "--print", *pair, "draft.num_draft_tokens=null")
@@ -50,7 +50,20 @@ def test_a_defect_is_told_and_ends_with_one(tmp_path: Path) -> None:
 def test_nothing_starts_without_an_engine(tmp_path: Path) -> None:
     done = run("-r", "kimi-k2.6-b200-tp8")
     assert isinstance(done.exception, ValueError)
-    assert "give --python PATH" in str(done.exception)
+    assert "make engine builds one for a CPU" in str(done.exception)
+
+
+def test_a_mistyped_directory_stops_it_but_not_the_printing(tmp_path: Path) -> None:
+    paths = [f"target.path={target(tmp_path / 't')}", "draft.path=runs/tiny/drfat"]
+    done = run("-r", "local-cpu", "--python", "python", *paths)
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[0] == (
+        "spec: defect (SGLang): draft.path runs/tiny/drfat: no such directory"
+    )
+    printed = run("-r", "local-cpu", "--print", *paths)
+    assert printed.exit_code == 0
+    assert "spec: note (SGLang): draft.path runs/tiny/drfat: no such directory" in printed.stderr
+    assert "--speculative-draft-model-path runs/tiny/drfat" in printed.stdout
 
 
 def test_listing() -> None:

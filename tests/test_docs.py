@@ -9,13 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from spec.cli.main import app
-from spec.recipes.load import known_keys, load_recipe
-from spec.serve.recipe import ServeRecipe
+from spec.recipes.load import SHIPPED, known_keys, load_recipe
+from spec.serve.recipe import SHIPPED_SERVE, ServeRecipe, load_serve_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUPS = ["plan"]  # verbs with a second word
-SECTIONS = {key.split(".")[0] for key in known_keys() if "." in key}
+KEYS = {*known_keys(), *known_keys(ServeRecipe)}
+SECTIONS = {key.split(".")[0] for key in KEYS if "." in key}
+RECIPES = {"train": (SHIPPED, load_recipe), "serve": (SHIPPED_SERVE, load_serve_recipe)}
 
 
 def commands(text: str) -> list[list[str]]:
@@ -46,11 +48,13 @@ def test_commands_exist(page: Path) -> None:
         known = set(re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", options_of(words)))
         used = {word.split("=")[0] for word in words[1:] if word.startswith("-")}
         assert used <= known, f"{page.name}: {words}: {used - known}"
-        if words[0] == "train":
-            recipe = next(b for a, b in itertools.pairwise(words) if a in ("-r", "--recipe"))
+        recipe = next((b for a, b in itertools.pairwise(words) if a in ("-r", "--recipe")), None)
+        if words[0] in RECIPES and recipe is not None:
+            shipped, load = RECIPES[words[0]]
             overrides = [word for word in words[1:] if re.match(r"[a-z_.]+=", word)]
-            if (ROOT / "recipes" / f"{Path(recipe).stem}.yaml").exists():
-                load_recipe(recipe, overrides)
+            # A name may have a point: no suffix is one but .yaml.
+            if (shipped / f"{Path(recipe).name.removesuffix('.yaml')}.yaml").exists():
+                load(recipe, overrides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -58,8 +62,7 @@ def test_recipe_keys_exist(page: Path) -> None:
     named = set(re.findall(r"`([a-z]+\.[a-z_]+)(?:=[^`]*)?`", page.read_text()))
     mentioned = {key for key in named if key.split(".")[0] in SECTIONS}
     # `train.py` and the like are files, not keys.
-    known = {*known_keys(), *known_keys(ServeRecipe)}
-    assert {key for key in mentioned if not key.endswith((".py", ".md"))} <= known
+    assert {key for key in mentioned if not key.endswith((".py", ".md"))} <= KEYS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

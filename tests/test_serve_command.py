@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_models import drafter, recipe, target
+from serve_models import BLOCKS, CHANNELS, drafter, recipe, target
+from toy_drafter import edit
 
 from spec.serve.command import launch
 from spec.serve.models import look_at_models
@@ -20,7 +21,12 @@ def test_a_whole_command() -> None:
         "a/target",
         "a/drafter",
         target={"quantization": "modelopt_fp4", "trust_remote_code": True},
-        draft={"num_draft_tokens": 7, "attention_backend": "fa4", "window": 4096},
+        draft={
+            "num_draft_tokens": 7,
+            "quantization": "none",
+            "attention_backend": "fa4",
+            "window": 4096,
+        },
         engine={
             "tensor_parallel": 8,
             "attention_data_parallel": 4,
@@ -70,8 +76,27 @@ def test_counts_of_the_drafter(dspark: bool, expected: str, tmp_path: Path) -> N
 def test_quantization_of_the_drafter(quantization: str, option: str | None) -> None:
     draft: dict[str, Any] = {"num_draft_tokens": 3, "quantization": quantization}
     said = words(recipe("a/target", "a/drafter", draft=draft))
-    assert (option or "no option") in said or "-quantization" not in said
+    assert option is None or option in said
     assert said.count("-quantization") == (0 if option is None else 1)
+
+
+def test_quantization_by_its_config_json(tmp_path: Path) -> None:
+    """The recipe is silent, the file says it; one that is not here leaves it to the engine."""
+    model, draft = target(tmp_path / "target"), drafter(tmp_path / "draft")
+    assert "--speculative-draft-model-quantization unquant" in words(recipe(model, draft))
+    edit(draft, quantization_config=CHANNELS)
+    assert "-quantization" not in words(recipe(model, draft))
+    edit(draft, quantization_config=BLOCKS)
+    assert "--speculative-draft-model-quantization fp8" in words(recipe(model, draft))
+    elsewhere = words(recipe(model, "a/drafter"))
+    assert "-quantization" not in elsewhere and "-num-draft-tokens" not in elsewhere
+
+
+def test_two_ranks_without_a_gpu_get_a_core_each() -> None:
+    asked = recipe("a/target", "a/drafter", engine={"device": "cpu", "tensor_parallel": 2})
+    start = launch(asked, look_at_models(asked), "python")
+    assert start.environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert "--tp-size 2" in " ".join(start.arguments)
 
 
 def test_without_a_gpu() -> None:
@@ -85,6 +110,7 @@ def test_without_a_gpu() -> None:
     assert "--device cpu --attention-backend torch_native" in " ".join(start.arguments)
     assert "--device cuda" not in " ".join(start.arguments)
     assert start.environment["SGLANG_USE_CPU_ENGINE"] == "1" and start.environment["A"] == "1"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in start.environment
 
 
 def test_dspark_files() -> None:

@@ -3,26 +3,26 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import trained_draft
 from engine_env import engine_python
+from processes import SPEC
 
 from spec.target.engine import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SPEC = (sys.executable, "-c", "from spec.cli.main import main; main()")
 WAIT = 300.0  # seconds; 20 to 60 on idle cores
 
 
 @pytest.fixture(scope="module")
-def run() -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a target and a drafter that have learned something."""
-    folder = trained_draft.trained_draft("dflash").parent
+    folder = tmp_path_factory.mktemp("run")
     (folder / "target").symlink_to(trained_draft.target_directory())
+    (folder / "draft").symlink_to(trained_draft.trained_draft("dflash"))
     return folder
 
 

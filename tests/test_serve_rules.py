@@ -40,12 +40,29 @@ def test_a_good_pair(pair: tuple[Path, Path], tmp_path: Path) -> None:
 
 
 def test_what_is_not_here_is_said_and_not_refused(pair: tuple[Path, Path]) -> None:
-    elsewhere = recipe("some/target", "some/drafter", draft={"num_draft_tokens": 7})
+    stated = {"num_draft_tokens": 7, "quantization": "none"}
+    elsewhere = recipe("some/target", "some/drafter", draft=stated)
     found = examine(elsewhere, look_at_models(elsewhere))
     assert [each.severity for each in found] == ["note", "note"]
     assert "target.path some/target is not on this machine" in found[0].what
     half = recipe("some/target", pair[1])
     assert [each.severity for each in examine(half, look_at_models(half))] == ["note"]
+
+
+def test_a_directory_that_does_not_exist(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """One finding, not one more for each thing that it does not say."""
+    mistyped = recipe(pair[0], tmp_path / "drfat")
+    said = only(mistyped, "defect")
+    assert said == (
+        f"draft.path {tmp_path / 'drfat'}: no such directory -> set draft.path to a model "
+        "directory or a hub id"
+    )
+    printed = examine(mistyped, look_at_models(mistyped, only_print=True))
+    assert [each.severity for each in printed] == ["note"]
+    assert "target.path ./model: no such" in only(recipe("./model", pair[1]), "defect")
+    file = tmp_path / "target.gguf"
+    file.touch()
+    assert findings(recipe(file, pair[1])) == []
 
 
 def test_findings_of_spec_check_come_along(pair: tuple[Path, Path]) -> None:
@@ -74,7 +91,18 @@ def test_counts(
 
 
 def test_counts_that_nobody_states(pair: tuple[Path, Path]) -> None:
-    assert "num_draft_tokens is not set" in only(recipe(pair[0], "some/drafter"), "defect")
+    draft = {"quantization": "none"}
+    said = only(recipe(pair[0], "some/drafter", draft=draft), "defect")
+    assert "num_draft_tokens is not set" in said
+
+
+def test_a_quantization_that_nobody_states(pair: tuple[Path, Path]) -> None:
+    draft = {"num_draft_tokens": 3}
+    said = only(recipe(pair[0], "some/drafter", draft=draft), "defect")
+    assert "draft.quantization is not set" in said
+    edit(pair[1], quantization_config={"quant_method": "gptq"})
+    found = [each.what for each in findings(recipe(*pair))]
+    assert any("draft.quantization is not set" in what and "says gptq" in what for what in found)
 
 
 def test_layers_against_the_target(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -95,15 +123,15 @@ def test_a_target_that_only_the_engine_knows(pair: tuple[Path, Path], tmp_path: 
     assert "was not compared with the target" in found[0].what
 
 
-def test_quantization(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_quantization(pair: tuple[Path, Path]) -> None:
     said = only(recipe(*pair, draft={"quantization": "compressed-tensors"}), "defect")
     assert "says none: it would take over the target's quantization" in said
     assert said.endswith("-> set draft.quantization=none")
     edit(pair[1], quantization_config=BLOCKS)
-    found = [each.what for each in findings(recipe(*pair))]
+    found = [each.what for each in findings(recipe(*pair, draft={"quantization": "none"}))]
     assert any("draft.quantization is none" in what and "says fp8" in what for what in found)
-    quantized = target(tmp_path / "nvfp4", quantization_config={"quant_method": "modelopt"})
-    assert read_shape(quantized).quantization == "modelopt"
+    silent = [each.what for each in findings(recipe(*pair))]
+    assert not any("draft.quantization" in what for what in silent)
 
 
 def test_context_longer_than_the_drafter_s(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from fake_engine import as_interpreter
+from processes import SPEC, WAIT, child_in, ends, lives
 from serve_models import recipe
 
 from spec.serve.command import launch
@@ -17,34 +16,11 @@ from spec.serve.recipe import ServeRecipe
 from spec.serve.run import serve
 from spec.target.engine import EngineError, free_port
 
-SPEC = (sys.executable, "-c", "from spec.cli.main import main; main()")
-WAIT = 60.0  # seconds; a busy machine starts interpreters slowly
-
 
 def asked(floor: float) -> ServeRecipe:
     smoke = {"floor": floor, "prompts": ["one", "two"]}
     engine = {"port": free_port(), "start_timeout": WAIT}
     return recipe("a/b", "c/d", draft={"num_draft_tokens": 3}, engine=engine, smoke=smoke)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process runs; one that waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def ends(pid: int) -> bool:
-    """Whether it has gone, or goes while we wait: a killed process may take a moment."""
-    end = time.monotonic() + WAIT
-    while lives(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not lives(pid)
-
-
-def child_in(log: Path) -> int:
-    return int(log.read_text().split("child ")[1].split()[0])
 
 
 def test_below_the_floor(tmp_path: Path) -> None:

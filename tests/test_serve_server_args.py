@@ -15,7 +15,7 @@ from serve_models import BLOCKS, QWEN3, drafter, recipe, target
 
 from spec.dflash.fp8 import Quantization
 from spec.export.fp8 import quantize_draft
-from spec.serve.command import launch
+from spec.serve.command import draft_quantization, launch
 from spec.serve.models import look_at_models
 from spec.serve.recipe import ServeRecipe, load_serve_recipe
 from spec.serve.rules import examine
@@ -91,7 +91,7 @@ def pair(tmp_path: Path) -> Pair:
         drafts = shipped.draft.num_draft_tokens or 3
         shape = {**SHAPE, "max_position_embeddings": 262144, "block_size": drafts + 1}
         draft = drafter(tmp_path / "draft", **shape)
-        return model, quantized(draft, shipped.draft.quantization)
+        return model, quantized(draft, shipped.draft.quantization or "none")
 
     return make
 
@@ -111,7 +111,7 @@ def ask(wanted: ServeRecipe) -> Verdict:
     models = look_at_models(wanted)
     assert [each for each in examine(wanted, models) if each.severity == "defect"] == []
     start = launch(wanted, models, engine_python())
-    return validate(start, wanted.draft.quantization, wanted.engine.gpu)
+    return validate(start, draft_quantization(wanted, models), wanted.engine)
 
 
 def shipped(name: str, pair: tuple[Path, Path], *overrides: str) -> ServeRecipe:
@@ -145,7 +145,7 @@ def test_blocks_beside_nvfp4(pair: Pair) -> None:
     words = list(start.arguments)
     at = words.index("--speculative-draft-model-quantization")
     silent = type(start)(start.python, tuple(words[:at] + words[at + 2 :]))
-    said = validate(silent, "fp8", "blackwell")
+    said = validate(silent, "fp8", wanted.engine)
     assert said.words == "it would read the drafter as modelopt_fp4, draft.quantization is fp8"
 
 
@@ -172,16 +172,7 @@ def test_dspark(tmp_path: Path) -> None:
 def test_the_engine_s_own_refusal(words: list[str], refusal: str, pair: Pair) -> None:
     wanted = shipped("qwen3-8b", pair("qwen3-8b"))
     start = launch(wanted, look_at_models(wanted), engine_python())
-    refused = validate(type(start)(start.python, (*start.arguments, *words)), "none")
+    refused = validate(type(start)(start.python, (*start.arguments, *words)), "none", wanted.engine)
     assert not refused.accepted
     assert refused.words is not None and refusal in refused.words and "\n" not in refused.words
     assert refused.line().startswith(f"refused by SGLang {refused.version}'s ServerArgs: ")
-
-
-def test_an_interpreter_without_the_engine(tmp_path: Path, pair: Pair) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho \"No module named 'sglang'\" >&2\nexit 1\n")
-    python.chmod(0o755)
-    wanted = shipped("qwen3-8b", pair("qwen3-8b"))
-    with pytest.raises(ValueError, match="No module named 'sglang'.*; give the python of"):
-        validate(launch(wanted, look_at_models(wanted), str(python)), "none")
