@@ -8,7 +8,7 @@ import pytest
 
 from spec.serve.recipe import SmokeSection
 from spec.serve.smoke import SmokeResult, smoke
-from spec.target.engine import Engine, Launch
+from spec.target.engine import Engine, EngineError, Launch
 
 
 class Talker(Engine):
@@ -75,3 +75,28 @@ def test_an_engine_without_a_drafter(answer: dict[str, Any]) -> None:
     engine = Talker()
     engine.post = lambda *_args, **_options: answer  # pyright: ignore[reportAttributeAccessIssue]
     assert smoke(engine, section("one"), "name").acceptance_length is None
+
+
+def test_every_prompt_needs_a_round() -> None:
+    """Far above the floor by one prompt alone; the third had rounds that kept nothing."""
+    result = smoke(
+        Talker([0, 0, 0, 9], [], [1], [0, 0]), section("one", "two", "three", "four"), "name"
+    )
+    assert result.acceptance_length == 3.7 and result.without_round == ("two", "four")
+    assert not result.passed(2.0)
+    assert "2 of 4 answers without one speculative round, the first to 'two'" in result.line(2.0)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("answer", [[1], "no", {"meta_info": [1], "sglext": [1]}])
+def test_an_answer_of_another_kind(answer: Any, chat: bool) -> None:
+    engine = Talker()
+    engine.post = lambda *_args, **_options: answer  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(EngineError, match="expected an answer with .*, the engine says"):
+        smoke(engine, section("one", chat=chat), "name")
+
+
+@pytest.mark.parametrize("histogram", [[-3, 0, 5], [1.5], {"1": 2}])
+def test_what_is_no_histogram(histogram: Any) -> None:
+    with pytest.raises(EngineError, match="expected a histogram of accepted drafts"):
+        smoke(Talker(histogram), section("one"), "name")
