@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = (
     "Example: `spec serve -r qwen3-8b --python /opt/sglang/bin/python draft.path=./drafter "
-    "smoke.floor=3`"
+    "smoke.floor=3`; without a GPU: `spec serve -r local-cpu`"
 )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import as_interpreter
+from processes import child_in, ends
 
 from spec.target.engine import (
     Answer,
@@ -37,38 +38,20 @@ def engine(folder: Path, python: str, timeout: float = 30) -> Engine:
     return Engine(Launch(python, (), port=free_port()), log=folder / "log", timeout=timeout)
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended, at once or within five seconds."""
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def child_of(folder: Path) -> int:
-    line = next(x for x in (folder / "log").read_text().splitlines() if x.startswith("child"))
-    return int(line.split()[1])
-
-
 def test_it_is_ready_when_the_log_says_so_and_ends_with_its_children(tmp_path: Path) -> None:
     python = script(tmp_path, CHILD, "sleep 0.5", READY, "wait")
     began = time.monotonic()
     with engine(tmp_path, python) as running:
         assert time.monotonic() - began >= 0.5 and running.returncode is None
         pid = running.pid
-    assert gone(pid) and gone(child_of(tmp_path))
+    assert ends(pid) and ends(child_in(tmp_path / "log"))
 
 
 def test_it_ends_when_the_block_fails(tmp_path: Path) -> None:
     python = script(tmp_path, CHILD, READY, "wait")
     with pytest.raises(RuntimeError, match="ours"), engine(tmp_path, python):
         raise RuntimeError("ours")
-    assert gone(child_of(tmp_path))
+    assert ends(child_in(tmp_path / "log"))
 
 
 def test_one_that_will_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +59,7 @@ def test_one_that_will_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     python = script(tmp_path, "trap '' TERM", CHILD, READY, "while true; do sleep 0.1; done")
     with engine(tmp_path, python) as running:
         pid = running.pid
-    assert gone(pid) and gone(child_of(tmp_path))
+    assert ends(pid) and ends(child_in(tmp_path / "log"))
 
 
 def test_an_end_before_it_is_ready_shows_its_last_error(tmp_path: Path) -> None:
@@ -94,7 +77,7 @@ def test_silence_ends_it(tmp_path: Path) -> None:
         engine(tmp_path, script(tmp_path, CHILD, "echo loading", "wait"), timeout=0.5),
     ):
         pass
-    assert gone(child_of(tmp_path))
+    assert ends(child_in(tmp_path / "log"))
 
 
 def test_no_interpreter_is_one_line(tmp_path: Path) -> None:
@@ -200,7 +183,7 @@ def test_a_signal_during_the_start_leaves_nothing(
     python = script(tmp_path, CHILD, READY, "wait")
     with pytest.raises(SystemExit), ends_in_order(), engine(tmp_path, python):
         pass
-    assert gone(started[0])
+    assert ends(started[0])
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
