@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_export_card import record, report, save, words
-from toy_drafter import dflash_config, dspark_config
+from test_export_card import record, report, words
+from toy_drafter import dflash_config, dspark_config, saved
 from typer.testing import CliRunner
 
 from spec.cli.card import leave_card
@@ -15,7 +15,7 @@ from spec.export.card import is_ours, write_card
 
 @pytest.fixture
 def draft(tmp_path: Path) -> Path:
-    directory = save(tmp_path / "run" / "draft", dspark_config())
+    directory = saved(tmp_path / "run" / "draft", dspark_config())
     record(directory, acceptance_report=report("dspark", 4))
     return directory
 
@@ -69,7 +69,7 @@ def test_exports_carry_a_card_of_their_own(draft: Path, tmp_path: Path, to: str)
 def test_a_hand_written_card_stays_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = save(tmp_path / "draft", dflash_config())
+    directory = saved(tmp_path / "draft", dflash_config())
     (directory / "README.md").write_text("mine")
     leave_card(directory)
     assert (directory / "README.md").read_text() == "mine"
@@ -77,3 +77,11 @@ def test_a_hand_written_card_stays_with_a_note(
     (directory / "README.md").unlink()
     leave_card(directory)
     assert is_ours(directory / "README.md")
+
+
+def test_a_card_that_cannot_be_made_fails_no_verb(draft: Path, tmp_path: Path) -> None:
+    (draft / "spec.json").write_text("{")
+    out = tmp_path / "made"
+    with pytest.warns(UserWarning, match=rf"no card: .*is no JSON.*spec card {out} writes it"):
+        shown = run("export", "-d", draft, "--to", "sglang", "-o", out)
+    assert f"wrote {out}: read back equal" in shown and not (out / "README.md").exists()

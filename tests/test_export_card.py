@@ -9,11 +9,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file, save_file
-from toy_drafter import dflash_config, dspark_config, edit
+from toy_drafter import dflash_config, dspark_config, edit, saved
 
-from spec.dflash.config import DFlashConfig
-from spec.dflash.draft import DFlashDraft
-from spec.dspark.draft import DSparkDraft
 from spec.export.card import is_ours, make_card, public, stated_license, write_card
 from spec.export.checkpoint import read, write
 from spec.export.layouts import LAYOUTS, LayoutName
@@ -76,27 +73,20 @@ def report(algorithm: str, drafts: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def save(directory: Path, config: DFlashConfig) -> Path:
-    torch.manual_seed(0)
-    draft = DSparkDraft if config.architectures[0].startswith("Qwen3DSpark") else DFlashDraft
-    draft(config).save(directory)  # pyright: ignore[reportArgumentType]
-    return directory
-
-
 def record(directory: Path, **changes: Any) -> None:
     (directory / "spec.json").write_text(json.dumps({**RECORD, **changes}))
 
 
 @pytest.fixture
 def dflash(tmp_path: Path) -> Path:
-    directory = save(tmp_path / "run" / "draft", dflash_config())
+    directory = saved(tmp_path / "run" / "draft", dflash_config())
     record(directory, acceptance_report=report("dflash", 3))
     return directory
 
 
 @pytest.fixture
 def dspark(tmp_path: Path) -> Path:
-    directory = save(tmp_path / "dspark", dspark_config())
+    directory = saved(tmp_path / "dspark", dspark_config())
     record(directory, acceptance_report=report("dspark", 4))
     return directory
 
@@ -159,12 +149,12 @@ def test_an_export_says_who_loads_it_as_it_is(
 
 
 def test_heads_that_an_engine_has_not_are_told(tmp_path: Path) -> None:
-    gated = save(tmp_path / "gated", dspark_config(markov_head_type="gated"))
+    gated = saved(tmp_path / "gated", dspark_config(markov_head_type="gated"))
     assert "vLLM** has the vanilla Markov head only; this drafter's is gated" in (
         make_card(gated).text
     )
     none = dspark_config(markov_rank=0, confidence_head_with_markov=False)
-    text = make_card(save(tmp_path / "none", none)).text
+    text = make_card(saved(tmp_path / "none", none)).text
     assert "SGLang** refuses it" in text and "sglang.launch_server" not in text
 
 
@@ -212,7 +202,7 @@ def test_acceptance_data_and_limits_are_the_files(dflash: Path) -> None:
 
 
 def test_what_no_file_says_is_unknown(tmp_path: Path) -> None:
-    card = make_card(save(tmp_path / "found", dflash_config()))
+    card = make_card(saved(tmp_path / "found", dflash_config()))
     assert not {"base_model", "license", "model-index", "language"} & card.metadata.keys()
     assert card.text.split("---\n")[2].startswith("\n# found\n")
     assert "a target that its files do not name" in card.text
@@ -324,6 +314,16 @@ def test_a_report_of_another_drafter_is_refused(dflash: Path, tmp_path: Path) ->
     path.write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         make_card(dflash, reports=[path])
+
+
+def test_a_report_of_spec_json_that_says_too_little_is_as_if_not_recorded(dflash: Path) -> None:
+    own = report("dflash", 3)
+    del own["schedule"]  # as older runs wrote it
+    record(dflash, acceptance_report=own)
+    assert "On held-out prompts while training: 1.69" in make_card(dflash).text
+    (dflash / "spec.json").write_text("{")
+    with pytest.raises(ValueError, match=r"spec.json is no JSON .*restore it"):
+        make_card(dflash)
 
 
 def test_a_group_without_rounds_has_no_result(dflash: Path) -> None:

@@ -5,20 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_drafter import dflash_config, dspark_config, edit
+from toy_drafter import dflash_config, dspark_config, edit, saved
 
-from spec.dflash.draft import DFlashDraft
-from spec.dspark.draft import DSparkDraft
 from spec.export.check import check
 from spec.export.convert import export_draft
 
 
 def trained(folder: Path, kind: str = "dflash") -> Path:
     """A drafter with the spec.json that training writes beside it."""
-    draft = DFlashDraft(dflash_config()) if kind == "dflash" else DSparkDraft(dspark_config())
-    draft.save(folder)
-    record = {"config": draft.config.to_json("float32"), "target": {"name": "toy", "revision": "0"}}
-    (folder / "spec.json").write_text(json.dumps(record))
+    config = dflash_config() if kind == "dflash" else dspark_config()
+    record = {"config": config.to_json("float32"), "target": {"name": "toy", "revision": "0"}}
+    (saved(folder, config) / "spec.json").write_text(json.dumps(record))
     return folder
 
 

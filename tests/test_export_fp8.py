@@ -1,24 +1,20 @@
-"""FP8 drafters: what is written, how large, the gate, what spec check says of broken ones."""
+"""FP8 drafters: what is written, how large, and the gate."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from toy_drafter import dflash_config, dspark_config, edit
+from safetensors.torch import load_file
+from toy_drafter import dflash_config, dspark_config, saved
 
 from spec.data.prompts import Prompt
 from spec.dflash.config import DFlashConfig
-from spec.dflash.draft import DFlashDraft
 from spec.dflash.fp8 import E4M3, Part, Quantization, Scheme
-from spec.dspark.draft import DSparkDraft
 from spec.eval.decode import Decoded
-from spec.export.check import Report, check
+from spec.export.check import check
 from spec.export.checkpoint import Checkpoint, read
 from spec.export.convert import export_draft, import_draft
 from spec.export.fp8 import (
@@ -49,34 +45,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target.load(make_tiny_target(tmp_path_factory.mktemp("fp8") / "target", steps=2))
 
 
-def made(folder: Path, config: DFlashConfig | None = None) -> Path:
-    """A random drafter, saved in float32."""
-    torch.manual_seed(0)
-    config = config or dflash_config(**WIDE)
-    draft = (DSparkDraft if hasattr(config, "markov_rank") else DFlashDraft)(config)  # pyright: ignore[reportArgumentType]
-    draft.initialize()
-    draft.save(folder)
-    return folder
-
-
 def fp8(folder: Path, quantization: Quantization = CHANNEL, **config: Any) -> Path:
     """An FP8 drafter, unmeasured."""
-    source = made(folder / "source", dflash_config(**{**WIDE, **config}))
+    source = saved(folder / "source", dflash_config(**{**WIDE, **config}))
     out = folder / "fp8"
     quantize_draft(source, out, quantization, name="source", gate=None)
     return out
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize("scheme", ["channel", "block"])
 @pytest.mark.parametrize("config", [dflash_config(**WIDE), dspark_config(**WIDE)])
 def test_what_is_written(tmp_path: Path, scheme: Scheme, config: DFlashConfig) -> None:
-    source = made(tmp_path / "a", config)
+    source = saved(tmp_path / "a", config)
     (source / "spec.json").write_text(json.dumps({"target": {"name": "t", "revision": "r"}}))
     (source / "sps.json").write_text("{}")
     (source / "sts.json").write_text("{}")
@@ -98,7 +78,9 @@ def test_what_is_written(tmp_path: Path, scheme: Scheme, config: DFlashConfig) -
     assert said["target"] == {"name": "t", "revision": "r"}
     assert said["quantization"]["from"] == "a" and said["quantization"]["measured"] is False
     assert (tmp_path / "b" / "sps.json").exists() and not (tmp_path / "b" / "sts.json").exists()
-    assert not check(tmp_path / "b").has_defect
+    told = check(tmp_path / "b")
+    assert not told.has_defect and told.facts["quantized"] == "fp8"
+    assert told.facts["parameters"] == check(source).facts["parameters"]  # scales are none
 
 
 def realistic(**changes: Any) -> DFlashConfig:
@@ -150,7 +132,7 @@ def test_what_is_kept_stays_bfloat16(tmp_path: Path, kept: tuple[Part, ...]) -> 
     is_kept = {"qkv": "qkv" in kept, "up": "gate_up" in kept}
     assert (stored[f"{Q}.weight"].dtype == torch.bfloat16) == is_kept["qkv"]
     assert (stored[f"{UP}.weight"].dtype == torch.bfloat16) == is_kept["up"]
-    assert not check(out).findings or not check(out).has_defect
+    assert not check(out).has_defect
     load_draft(out)
 
 
@@ -158,7 +140,7 @@ def test_refusals(tmp_path: Path, target: Target) -> None:
     out = fp8(tmp_path)
     with pytest.raises(ValueError, match="FP8 already"):
         quantize_draft(out, tmp_path / "c", CHANNEL, name="b", gate=None)
-    narrow = made(tmp_path / "narrow", dflash_config())
+    narrow = saved(tmp_path / "narrow", dflash_config())
     with pytest.raises(ValueError, match="use the scheme channel"):
         quantize_draft(narrow, tmp_path / "d", Quantization("block"), name="n", gate=None)
     found = read(narrow)
@@ -204,8 +186,11 @@ def test_relative_change_is_of_sums_and_paired() -> None:
     assert relative_change(before, before) == (0.0, (0.0, 0.0))
     rng = np.random.default_rng(0)
     noisy = [answer(*rng.integers(0, 7, 5).tolist()) for _ in range(40)]
-    _, (low, high) = relative_change(noisy, [answer(*d.num_accepted) for d in noisy[::-1]][::-1])
-    assert low == high == 0.0
+    fewer = [answer(*(max(0, n - int(rng.integers(2))) for n in d.num_accepted)) for d in noisy]
+    (_, paired), (_, shuffled) = (
+        relative_change(noisy, after) for after in (fewer, [fewer[i] for i in rng.permutation(40)])
+    )
+    assert paired[1] - paired[0] < (shuffled[1] - shuffled[0]) / 2
 
 
 def test_a_drop_is_a_failure_above_the_limit_only() -> None:
@@ -260,140 +245,3 @@ def test_a_drop_leaves_nothing_behind(target: Target, target_draft: Path, tmp_pa
     with pytest.raises(AcceptanceLostError, match="nothing was written"):
         quantize_draft(target_draft, tmp_path / "out", CHANNEL, name="d", gate=asked)
     assert list(tmp_path.iterdir()) == []
-
-
-def _unquantize(name: str) -> Callable[[dict[str, Tensor]], object]:
-    def change(tensors: dict[str, Tensor]) -> None:
-        tensors.pop(f"{name}.weight_scale")
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.bfloat16)
-
-    return change
-
-
-def _set(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.update({name: value})
-
-
-def _ignore(folder: Path, patterns: list[str]) -> None:
-    data = json.loads((folder / "config.json").read_text())["quantization_config"]
-    edit(folder, quantization_config={**data, "ignore": patterns})
-
-
-def _by_path(folder: Path) -> None:
-    for layer in (0, 1):
-        for each in "qkv":
-            rewrite(folder, _unquantize(f"layers.{layer}.self_attn.{each}_proj"))
-    _ignore(folder, [f"layers.{layer}.self_attn.{each}_proj" for layer in (0, 1) for each in "qkv"])
-
-
-# (how it is broken, what the defect says, what its cure says)
-BROKEN: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "q quantized, k not": (
-        lambda d: rewrite(d, _unquantize("layers.0.self_attn.k_proj")),
-        "of q_proj, k_proj, v_proj some are quantized and others not (layer 0)",
-        "quantize all of them or none",
-    ),
-    "gate quantized, up not": (
-        lambda d: rewrite(d, _unquantize(UP)),
-        "of gate_proj, up_proj some are quantized",
-        "spec quantize",
-    ),
-    "one layer of two": (
-        lambda d: rewrite(d, _unquantize("layers.1.mlp.down_proj")),
-        "down_proj is quantized in layer 0 only",
-        "in all layers or in none",
-    ),
-    "no scale": (
-        lambda d: rewrite(d, lambda t: t.pop(f"{UP}.weight_scale")),
-        f"quantization_config without scales for {UP}.weight",
-        "quantize it again",
-    ),
-    "scale of another shape": (
-        lambda d: rewrite(d, _set(f"{UP}.weight_scale", torch.ones(1))),
-        f"{UP}.weight_scale is F32 [1], expected F32 [256, 1]",
-        "quantize it again",
-    ),
-    "scale of another type": (
-        lambda d: rewrite(d, _set(f"{UP}.weight_scale", torch.ones(256, 1, dtype=torch.bfloat16))),
-        f"{UP}.weight_scale is BF16 [256, 1], expected F32",
-        "quantize it again",
-    ),
-    "scale of zeros": (
-        lambda d: rewrite(d, _set(f"{UP}.weight_scale", torch.zeros(256, 1))),
-        f"{UP}.weight_scale holds NaN, 0 or less",
-        "quantize it again",
-    ),
-    "scale of NaN": (
-        lambda d: rewrite(d, _set(f"{UP}.weight_scale", torch.full((256, 1), torch.nan))),
-        f"{UP}.weight_scale holds NaN, 0 or less",
-        "quantize it again",
-    ),
-    "scale of the other scheme": (
-        lambda d: rewrite(
-            d, lambda t: t.update({f"{UP}.weight_scale_inv": t.pop(f"{UP}.weight_scale")})
-        ),
-        f"{UP}.weight_scale is missing",
-        "quantize it again",
-    ),
-    "a scale without FP8": (
-        lambda d: rewrite(d, _set("fc.weight_scale", torch.ones(128, 1))),
-        "scales of no FP8 weight: fc.weight_scale",
-        "quantize it again",
-    ),
-    "no quantization_config": (
-        lambda d: edit(d, quantization_config=None),
-        "without quantization_config: the engine takes the numbers as they are",
-        "write the quantization_config",
-    ),
-    "fc quantized": (
-        lambda d: rewrite(
-            d,
-            lambda t: t.update(
-                {"fc.weight": t["fc.weight"].to(E4M3), "fc.weight_scale": torch.ones(128, 1)}
-            ),
-        ),
-        "fc.weight quantized: SGLang has no scale there",
-        "store them in bfloat16",
-    ),
-    "left out by path": (
-        _by_path,
-        "layers.0.self_attn.q_proj, layers.0.self_attn.k_proj",
-        "add to ignore: re:(.*\\.)?(q|k|v|qkv)_proj$",
-    ),
-    "left out though quantized": (
-        lambda d: _ignore(d, ["o_proj"]),
-        "ignore leaves out o_proj, whose weights are F8_E4M3",
-        "take o_proj out of ignore",
-    ),
-    "not a pattern": (lambda d: _ignore(d, ["re:("]), "not a pattern", "correct"),
-}
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_check_names_the_defect(tmp_path: Path, how: str) -> None:
-    change, what, cure = BROKEN[how]
-    out = fp8(tmp_path)
-    assert check(out).facts["quantization"].startswith("compressed-tensors: e4m3 by output row")
-    assert "unquant" not in check(out).facts["engine_options"]
-    change(out)
-    report = check(out)
-    assert any(what in f.what and cure in f.cure for f in _defects(report)), report.findings
-
-
-def _defects(report: Report) -> list[Any]:
-    return [finding for finding in report.findings if finding.severity == "defect"]
-
-
-def test_check_knows_the_widths_of_blocks(tmp_path: Path) -> None:
-    out = fp8(tmp_path, Quantization("block"))
-    assert not check(out).has_defect
-    edit(out, head_dim=48)
-    assert any("the attention heads' width is 192" in f.what for f in _defects(check(out)))
-
-
-def test_a_quantization_that_only_the_engine_reads_is_a_warning_for_spec(tmp_path: Path) -> None:
-    out = fp8(tmp_path)
-    edit(out, quantization_config={"quant_method": "fp8", "activation_scheme": "static"})
-    told = [f for f in check(out).findings if "spec decodes" in f.what]
-    assert [(f.severity, f.engine) for f in told] == [("warning", "spec")]
-    assert not check(out).has_defect

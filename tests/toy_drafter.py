@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from spec.dflash.config import DFlashConfig
+from spec.dflash.draft import DFlashDraft
 from spec.dspark.config import DSparkConfig
 from spec.dspark.draft import DSparkDraft
 from spec.target.model import Target
@@ -39,6 +40,16 @@ def dflash_config(**changes: Any) -> DFlashConfig:
 
 def dspark_config(**changes: Any) -> DSparkConfig:
     return DSparkConfig(**{**SHAPE, **HEADS, **changes})
+
+
+def saved(folder: Path, config: DFlashConfig | None = None) -> Path:
+    """Save a random drafter of a config, in float32."""
+    torch.manual_seed(0)
+    config = config or dflash_config()
+    draft = DSparkDraft(config) if isinstance(config, DSparkConfig) else DFlashDraft(config)
+    draft.initialize()
+    draft.save(folder)
+    return folder
 
 
 def drafter(target: Path, directory: Path, *, confidence: bool) -> Path:
