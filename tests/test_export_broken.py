@@ -212,13 +212,6 @@ CASES = [
         "fc transposed",
     ),
     Case(
-        "gate and up swapped",
-        "dflash",
-        swapped("gate_proj", "up_proj"),
-        "probe",
-        "gate_proj and up_proj",
-    ),
-    Case(
         "the head's sign turned",
         "vanilla",
         weights(turned_head),
