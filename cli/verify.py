@@ -56,9 +56,11 @@ def verify(
     from ..export.engine_runs import Plan
     from ..export.verify import REPORT, write_verification
     from ..export.verify import verify as run
+    from ..serve.arguments import check_arguments
     from ..target.engine import ends_in_order
     from . import inputs
 
+    check_arguments(engine_arguments or ())
     plan = Plan(
         directory=directory,
         name=inputs.drafter_name(str(directory)),

@@ -1,6 +1,6 @@
 """`engine.arguments`: options the recipe passes on, without those it has keys for, or must not."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ..export.findings import Finding
 from ..recipes.schema import Algorithm
@@ -86,6 +86,8 @@ REFUSED: dict[str, tuple[str, tuple[Algorithm, ...]]] = {
         BOTH,
     ),
     "--enable-watermark": ("the engine refuses watermarks beside these drafters", BOTH),
+    "--config": ("the options of that file are seen by none of our checks", BOTH),
+    "--": ("the engine takes no words behind it", BOTH),
 }
 # Taken without an error and then not used.
 IGNORED: dict[str, str] = {
@@ -97,32 +99,87 @@ IGNORED: dict[str, str] = {
     "--speculative-token-map": "for EAGLE only: these drafters use the target's whole head",
     "--speculative-draft-sink-size": "the window of a DFlash drafter has no sink",
 }
+# Of `spec verify`, which writes these itself: from which of its own options.
+VERIFIED = {
+    "target.path": "--target",
+    "target.dtype": "--dtype",
+    "engine.device": "--device",
+    "engine.tensor_parallel": "--tp",
+    "engine.host": "no option: it serves itself alone",
+    "engine.port": "no option: it takes a free one",
+    "draft.path": "the drafter's DIRECTORY",
+    "draft.algorithm": "the drafter's config.json",
+    "draft.num_draft_tokens": "the drafter's config.json",
+}
 
 
-def check_arguments(recipe: ServeRecipe) -> Iterator[Finding]:
+def examine_arguments(recipe: ServeRecipe) -> Iterator[Finding]:
     """What in `engine.arguments` has a key, is refused, or does nothing."""
-    algorithm = recipe.draft.algorithm
     words = recipe.engine.arguments
+    refused = {
+        name: why for name, (why, where) in REFUSED.items() if recipe.draft.algorithm in where
+    }
+    known = {*KEYS, *refused, *IGNORED}
     if words and not words[0].startswith("-"):
         yield defect(
             f"engine.arguments starts with {words[0]!r}; expected an option",
             "write each word as an entry: [--page-size, '64']",
         )
     for word in words:
-        name = word.partition("=")[0]
-        if not name.startswith("--"):
-            continue
-        if " " in name:
+        name = full_name(word, known)
+        if word.startswith("--") and " " in word.partition("=")[0]:
             yield defect(
                 f"engine.arguments has {word!r} as one word",
                 "write each word as an entry: [--page-size, '64']",
             )
         elif name in KEYS:
             yield defect(
-                f"{name} in engine.arguments: the key {KEYS[name]} writes it",
+                f"{_shown(word, name)} in engine.arguments: the key {KEYS[name]} writes it",
                 f"set {KEYS[name]} and remove it there",
             )
-        elif name in REFUSED and algorithm in REFUSED[name][1]:
-            yield defect(f"{name} in engine.arguments: {REFUSED[name][0]}", "remove it")
+        elif name in refused:
+            yield defect(
+                f"{_shown(word, name)} in engine.arguments: {refused[name]}", "remove it there"
+            )
         elif name in IGNORED:
-            yield warning(f"{name} in engine.arguments has no effect: {IGNORED[name]}", "remove it")
+            yield warning(
+                f"{_shown(word, name)} in engine.arguments has no effect: {IGNORED[name]}",
+                "remove it there",
+            )
+
+
+def check_arguments(words: Iterable[str]) -> None:
+    """More options for the engine of `spec verify`: it compares what it started itself.
+
+    Raises ValueError for one that it writes from its own options, or that changes the output.
+    """
+    own = {name: key for name, key in KEYS.items() if key in VERIFIED}
+    refused = {name: why for name, (why, where) in REFUSED.items() if where == BOTH}
+    for word in words:
+        name = full_name(word, {*own, *refused})
+        if name in own:
+            source = VERIFIED[own[name]]
+            raise ValueError(
+                f"{_shown(word, name)} after --: spec verify writes it, from {source}; remove it"
+            )
+        if name in refused:
+            raise ValueError(f"{_shown(word, name)} after --: {refused[name]}; remove it")
+
+
+def full_name(word: str, known: Collection[str]) -> str | None:
+    """The known option that a word of a command line stands for; None where it is none of them.
+
+    The engine takes a beginning that fits one option for the whole name. No option that it has
+    begins one of ours, but those that are ours themselves.
+    """
+    name = word.partition("=")[0].replace("_", "-")
+    if name in known:
+        return name
+    beginning = name.startswith("--") and len(name) > 2
+    return next((each for each in sorted(known) if beginning and each.startswith(name)), None)
+
+
+def _shown(word: str, name: str) -> str:
+    """An option as it was written, and in full where that differs."""
+    written = word.partition("=")[0]
+    return written if written == name else f"{written} (that is {name})"

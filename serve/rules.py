@@ -6,7 +6,7 @@ Each rule yields findings as `spec check` does: a defect would be served wrongly
 from collections.abc import Iterator
 
 from ..export.findings import Finding, by_severity
-from .arguments import check_arguments
+from .arguments import examine_arguments
 from .command import num_draft_tokens
 from .findings import defect, warning
 from .models import Models, is_hub_id
@@ -23,7 +23,7 @@ def examine(recipe: ServeRecipe, models: Models) -> list[Finding]:
     rules = (_drafter, _algorithm, _counts, _layers, _quantization, _context)
     rules += (_parallel, _backends, _modes)
     found = [each for rule in rules for each in rule(recipe, models)]
-    return by_severity([*found, *check_arguments(recipe), *models.absent])
+    return by_severity([*found, *examine_arguments(recipe), *models.absent])
 
 
 def _drafter(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:

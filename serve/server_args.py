@@ -54,6 +54,10 @@ def resolve(arguments: list[str]) -> dict[str, Any]:
 
     load_plugins()
     server = prepare_server_args(arguments)
+    asked = {  # before the engine resolves a hub id
+        "model_path": server.model_path,
+        "draft_model_path": server.speculative_draft_model_path,
+    }
     server.resolve_once()
     view = resolved_view(server)
     target = ModelConfig.from_server_args(server)
@@ -64,6 +68,10 @@ def resolve(arguments: list[str]) -> dict[str, Any]:
         context_length=target.context_len,  # as its worker does
     )
     return {
+        **asked,
+        "algorithm": view.speculative_algorithm,
+        "accept_threshold_single": view.speculative_accept_threshold_single,
+        "accept_threshold_acc": view.speculative_accept_threshold_acc,
         "draft_quantization": draft.quantization,
         "quantization": target.quantization,
         "num_draft_tokens": view.speculative_num_draft_tokens,

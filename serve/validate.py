@@ -16,6 +16,13 @@ SCRIPT = Path(__file__).parent / "server_args.py"
 TIMEOUT = 300.0  # seconds; importing the engine takes most of them
 # Makes the engine believe in a CPU platform whatever --device says; and no hub, no download.
 NOT_FOR_CUDA = "SGLANG_USE_CPU_ENGINE"
+# What the engine makes of the command, and the option that says it.
+TAKEN = {
+    "model_path": "--model-path",
+    "algorithm": "--speculative-algorithm",
+    "draft_model_path": "--speculative-draft-model-path",
+}
+THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -64,11 +71,26 @@ def validate(launch: Launch, quantization: str | None, engine: EngineSection) ->
         raise _mute(launch, (done.stderr.strip().splitlines() or ["it printed nothing"])[-1])
     said = json.loads(lines[-1])
     verdict = Verdict(said["version"], said["words"], said["resolved"], said["gpu"])
-    found = verdict.resolved.get("draft_quantization") or "none"
-    if verdict.accepted and found != quantization:
-        wrong = f"it would read the drafter as {found}, draft.quantization is {quantization}"
-        return replace(verdict, words=wrong)
+    if verdict.accepted:
+        return replace(verdict, words=_difference(launch, quantization, verdict.resolved))
     return verdict
+
+
+def _difference(launch: Launch, quantization: str | None, resolved: dict[str, Any]) -> str | None:
+    """What the engine took from the command that the recipe does not say; None where it agrees."""
+    found = resolved.get("draft_quantization") or "none"
+    if found != quantization:
+        return f"it would read the drafter as {found}, draft.quantization is {quantization}"
+    for key, option in TAKEN.items():
+        # Ours stands first on the command line; of two the engine takes the last.
+        asked = launch.arguments[launch.arguments.index(option) + 1]
+        taken = resolved.get(key, asked)
+        if taken != asked:
+            return f"it would take {taken!r:.100} for {option}, the recipe says {asked}"
+    for key in THRESHOLDS:
+        if resolved.get(key, 1.0) != 1.0:
+            return f"{key} is {resolved[key]}: its output would not be the target's"
+    return None
 
 
 def _mute(launch: Launch, why: object) -> ValueError:

@@ -55,3 +55,34 @@ def test_another_quantization_than_the_drafter_s_is_a_refusal(tmp_path: Path) ->
         "refused by SGLang 1's ServerArgs, as on a blackwell GPU: it would read the drafter as "
         "modelopt_fp4, draft.quantization is fp8"
     )
+
+
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        ({"algorithm": "NGRAM"}, "it would take 'NGRAM' for --speculative-algorithm"),
+        ({"draft_model_path": "e/f"}, "it would take 'e/f' for --speculative-draft-model-path"),
+        ({"draft_model_path": None}, "it would take None for --speculative-draft-model-path"),
+        ({"model_path": "e/f"}, "it would take 'e/f' for --model-path, the recipe says a/b"),
+        ({"accept_threshold_single": 0.1}, "accept_threshold_single is 0.1"),
+        ({"accept_threshold_acc": 0.9}, "accept_threshold_acc is 0.9"),
+        ({}, None),
+    ],
+)
+def test_what_the_engine_took_is_what_the_recipe_says(
+    taken: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    resolved = {
+        "model_path": "a/b",
+        "draft_model_path": "c/d",
+        "algorithm": "DFLASH",
+        "accept_threshold_single": 1.0,
+        "accept_threshold_acc": 1.0,
+        **taken,
+    }
+    said = {"version": "1", "words": None, "resolved": resolved, "gpu": None}
+    python = interpreter(tmp_path, "cat > /dev/null", f"echo '{json.dumps(said)}'")
+    wanted = recipe("a/b", "c/d")
+    verdict = validate(launch(wanted, look_at_models(wanted), python), "none", wanted.engine)
+    assert verdict.accepted is (words is None)
+    assert (words or "") in (verdict.words or "")
