@@ -101,6 +101,18 @@ def measure(
     return result
 
 
+def of_histogram(counts: Sequence[int]) -> tuple[float, list[float]]:
+    """Acceptance length and survival_at of rounds counted by number of accepted drafts, 0, 1, ...
+
+    Engines report their rounds so. Without a round: 1, and zeros.
+    """
+    rounds = sum(counts)
+    if not rounds:
+        return 1.0, [0.0] * (len(counts) - 1)
+    survival = [sum(counts[k:]) / rounds for k in range(1, len(counts))]
+    return 1 + sum(k * count for k, count in enumerate(counts)) / rounds, survival
+
+
 def check_identity(acceptance: Acceptance, num_draft_tokens: int) -> None:
     """When every round drafted K tokens, acceptance_length is 1 + the sum of survival_at."""
     full = acceptance.num_drafted == acceptance.num_rounds * num_draft_tokens

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..eval.acceptance import Rounds, measure
+from ..eval.acceptance import Rounds, measure, of_histogram
 from ..eval.decode import Decoded
 from ..target.engine import Answer, EngineError
 
@@ -83,7 +83,10 @@ def compare_pass(
     ]
     texts = zip(answers, plain, strict=True)
     kept = [i for i, equal in enumerate(same) if equal]
-    survival, survival_ours = (_survival(histograms) for histograms in (theirs, own))
+    (length, survival), (length_ours, survival_ours) = (
+        of_histogram(_total(histograms)) for histograms in (theirs, own)
+    )
+    same_text = [of_histogram(_total([h[i] for i in kept]))[0] for h in (theirs, own) if kept]
     return PassResult(
         name=name,
         num_requests=len(answers),
@@ -93,10 +96,10 @@ def compare_pass(
         cached_tokens=sum(int(a.meta.get("cached_tokens") or 0) for a in answers),
         histogram=_total(theirs),
         histogram_ours=_total(own),
-        acceptance_length=_length(theirs),
-        acceptance_length_ours=_length(own),
-        acceptance_length_same_text=_length([theirs[i] for i in kept]) if kept else None,
-        acceptance_length_same_text_ours=_length([own[i] for i in kept]) if kept else None,
+        acceptance_length=length,
+        acceptance_length_ours=length_ours,
+        acceptance_length_same_text=same_text[0] if kept else None,
+        acceptance_length_same_text_ours=same_text[1] if kept else None,
         survival_at=survival,
         survival_at_ours=survival_ours,
         different=different,
@@ -160,17 +163,3 @@ def acceptance(ours: Sequence[Decoded], num_draft_tokens: int) -> float:
 def _total(histograms: Sequence[Sequence[int]]) -> list[int]:
     width = max(map(len, histograms))
     return [sum(h[k] for h in histograms if k < len(h)) for k in range(width)]
-
-
-def _length(histograms: Sequence[Sequence[int]]) -> float:
-    """1 + accepted drafts over rounds, of sums; 1 without a round."""
-    total = _total(histograms)
-    rounds = sum(total)
-    return 1 + sum(k * count for k, count in enumerate(total)) / rounds if rounds else 1.0
-
-
-def _survival(histograms: Sequence[Sequence[int]]) -> list[float]:
-    """Share of rounds that kept at least k drafts, k = 1..K."""
-    total = _total(histograms)
-    rounds = max(sum(total), 1)
-    return [sum(total[k:]) / rounds for k in range(1, len(total))]

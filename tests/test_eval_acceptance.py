@@ -4,7 +4,14 @@ import itertools
 
 import pytest
 
-from spec.eval.acceptance import Acceptance, Rounds, check_identity, leading_matches, measure
+from spec.eval.acceptance import (
+    Acceptance,
+    Rounds,
+    check_identity,
+    leading_matches,
+    measure,
+    of_histogram,
+)
 
 
 def rounds(*accepted: int, drafted: int = 3) -> Rounds:
@@ -90,3 +97,13 @@ def test_the_identity_is_checked() -> None:
 def test_impossible_rounds_are_refused(bad: Rounds) -> None:
     with pytest.raises(ValueError, match="request 0: accepted"):
         measure([bad], 3)
+
+
+def test_a_histogram_gives_the_figures_of_its_rounds() -> None:
+    """3, 2, 1, 0 accepted: mean 1.5; an engine counts them as one round each."""
+    length, survival = of_histogram([1, 1, 1, 1])
+    assert length == 2.5 and survival == [3 / 4, 2 / 4, 1 / 4]
+    measured = measure([Rounds([3, 2, 1, 0], [3] * 4, 10)], 3)
+    assert (length, survival) == (measured.acceptance_length, measured.survival_at)
+    assert of_histogram([0, 0]) == (1.0, [0.0])
+    assert of_histogram([4]) == (1.0, [])
