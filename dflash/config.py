@@ -24,6 +24,8 @@ BACKBONE_KEYS = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
+MAX_DEPTH = 50  # of JSON objects and lists in each other
+MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # beyond them a number is a slip, and a shape overflows
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
@@ -196,11 +198,26 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no drafter at {directory}: it has no config.json")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
+    if is_deep(data):
+        raise ValueError(f"{path}: nested more than {MAX_DEPTH} levels deep, as no config.json is")
     return data
+
+
+def is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested so deep that walking it, or printing it, might not end."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, dict | list)
+        ]
+    return bool(level)
 
 
 def _nested(data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -237,7 +254,7 @@ def read_rope(data: dict[str, Any], *, where: str) -> dict[str, Any]:
     nested = data.get("rope_parameters")
     flat = data.get("rope_theta")
     for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(data.get(key) or {}, dict):
+        if not isinstance(data.get(key), dict | None):
             raise ValueError(f"{where}: {key} is {data[key]!r}, expected an object")
     if nested is None:
         if flat is None:
@@ -276,6 +293,9 @@ def _check_types(own: dict[str, Any], where: str) -> None:
         value = own[key]
         if type(value) is not int or value < (0 if key == "mask_token_id" else 1):
             raise ValueError(f"{where}: {key} is {value!r}, expected a positive whole number")
+        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if value > most:
+            raise ValueError(f"{where}: {key} is {value}, expected at most {most}")
     ids = own["target_layer_ids"]
     if not isinstance(ids, list) or any(type(k) is not int for k in ids):
         raise ValueError(f"{where}: target_layer_ids is {ids!r}, expected a list of layer numbers")

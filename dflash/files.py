@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .config import is_deep
 from .fp8 import E4M3, SCALE_NAMES
 
 WEIGHTS = "model.safetensors"
@@ -22,12 +23,8 @@ PROVENANCE = "spec.json"
 def read_weights(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of a drafter directory, one file or sharded, a leading `model.` dropped."""
     root = Path(directory)
-    index = root / f"{WEIGHTS}.index.json"
-    files = [WEIGHTS] if not index.is_file() else _shards(index)
     tensors: dict[str, Tensor] = {}
-    for name in files:
-        if not (root / name).is_file():
-            raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
+    for name in weight_files(root):
         try:
             with safe_open(root / name, framework="pt") as file:
                 for key in file.keys():
@@ -40,12 +37,22 @@ def read_weights(directory: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
+def weight_files(root: Path) -> list[str]:
+    """Names of the files with a drafter's tensors; FileNotFoundError or ValueError without them."""
+    index = root / f"{WEIGHTS}.index.json"
+    files = [WEIGHTS] if not index.is_file() else _shards(index)
+    for name in files:
+        if not (root / name).is_file():
+            raise FileNotFoundError(f"no drafter weights at {root}: {name} is missing")
+    return files
+
+
 def _shards(index: Path) -> list[str]:
     """The files that a shard index names, beside it."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         bare = all(Path(name).name == name for name in names)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         names, bare = [], False
     if not names or not bare:
         raise ValueError(f"{index}: expected a weight_map from tensor names to files beside it")
@@ -114,13 +121,14 @@ def read_provenance(directory: str | Path, *, strict: bool = False) -> dict[str,
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if strict:
             raise ValueError(f"{path} is no JSON ({error}); restore it, or take it away") from None
         return {}
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or is_deep(record):
         if strict:
-            raise ValueError(f"{path}: found a {type(record).__name__}, expected an object")
+            found = "a deeply nested value" if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{path}: found {found}, expected an object; restore it")
         return {}
     return record
 

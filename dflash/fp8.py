@@ -158,6 +158,8 @@ def scheme_of(data: Any) -> Scheme | None:
     """Which of the two schemes a `quantization_config` describes; None for another."""
     if not isinstance(data, dict):
         return None
+    if any(data.get(key) for key in ("kv_cache_scheme", "sparsity_config")):
+        return None  # a cache or sparse weights that nobody here decodes
     if data.get("quant_method") == "fp8":
         dynamic = data.get("activation_scheme", "dynamic") == "dynamic"
         return "block" if dynamic and data.get("weight_block_size") == [BLOCK, BLOCK] else None
@@ -209,6 +211,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     The largest value of a row or block becomes 448. A row or block of zeros gets scale 1 and stays
     zero. Raises ValueError for NaN or infinity.
     """
+    assert weight.ndim == 2 and weight.numel(), f"a weight of shape {list(weight.shape)}"
     full = weight.float()
     if not full.isfinite().all():
         raise ValueError("the weight holds NaN or infinity; train or copy the drafter again")

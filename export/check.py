@@ -1,13 +1,13 @@
 """`spec check`: what a drafter directory is, and what would go wrong with it on which engine."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..dflash.config import read_config
-from ..dspark.calibration import STS
+from ..dflash.files import weight_files
+from ..dspark.calibration import STS, read_sts
 from ..dspark.config import HEAD_KEYS, DSparkConfig
 from ..target.tensors import Stored, stored_tensors
 from .check_config import check_config
@@ -98,6 +98,9 @@ def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
         # Of its quantization there are findings, and engines load more kinds than are read here.
         data = {key: value for key, value in s.data.items() if key != "quantization_config"}
         read_native(s.layout.to_native(data, "config.json"), "config.json")
+        weight_files(s.directory)
+    except FileNotFoundError as error:
+        return [defect(str(error), "give the file that name, as engines need not", "spec")]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         # A number of target layers that is not stated has its own, milder finding.
         if s.own.get("num_target_layers") is None and "lacks num_target_layers;" in str(error):
@@ -112,9 +115,9 @@ def _sts(s: Subject) -> list[Finding]:
     if not path.is_file() or not s.is_dspark or block is None:
         return []
     try:
-        found = len(json.loads(path.read_text())["temperatures"])
-    except (ValueError, KeyError, TypeError):
-        return [defect("sts.json holds no temperatures", "spec calibrate writes a new one")]
+        found = len(read_sts(path))
+    except (ValueError, OSError) as error:
+        return [defect(str(error), "spec calibrate writes a new one")]
     if found == block:
         return []
     return [
@@ -149,7 +152,7 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
         "num_draft_tokens": drafts,
         "mask_token_id": s.own.get("mask_token_id"),
         "heads": {key: s.own.get(key) for key in HEAD_KEYS} if s.is_dspark else None,
-        "rope": s.own.get("rope_parameters") or _flat_rope(s),
+        "rope": _rope(s),
         "attention": _attention(s),
         "draft_layers": s.own.get("num_hidden_layers"),
         "hidden_size": s.own.get("hidden_size"),
@@ -165,8 +168,10 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _flat_rope(s: Subject) -> dict[str, Any]:
-    scaling = s.own.get("rope_scaling")
+def _rope(s: Subject) -> dict[str, Any]:
+    nested, scaling = s.own.get("rope_parameters"), s.own.get("rope_scaling")
+    if nested and isinstance(nested, dict):
+        return nested
     return {
         "rope_theta": s.own.get("rope_theta"),
         **(scaling if isinstance(scaling, dict) else {}),

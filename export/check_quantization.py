@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..dflash.fp8 import BLOCK, PARTS, PATTERNS, Part, Quantization, left_out, part_of, scheme_of
+from ..dflash.fp8 import (
+    BLOCK,
+    E4M3_MAX,
+    PARTS,
+    PATTERNS,
+    Part,
+    Quantization,
+    left_out,
+    part_of,
+    scheme_of,
+)
 from ..target.tensors import Stored
 from .check_weights import EIGHT_BITS, is_scale, plain_tensors, some
 from .findings import Finding, Subject, defect, warning
@@ -19,6 +29,8 @@ from .findings import Finding, Subject, defect, warning
 AGAIN = "quantize it again: spec quantize"
 KINDS = {"channel": "e4m3 by output row, activations by token"}
 KINDS["block"] = f"e4m3 by blocks of {BLOCK} x {BLOCK}, activations by {BLOCK} values"
+# No drafter has weights beyond float16's range; a larger scale is a file gone wrong.
+LARGEST_SCALE = torch.finfo(torch.float16).max / E4M3_MAX
 WIDTH_KEYS = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
@@ -42,11 +54,17 @@ def describe(data: Any) -> str | None:
 def check_quantization(s: Subject) -> Iterator[Finding]:
     """All findings about FP8 weights, their scales and `quantization_config`."""
     plain = plain_tensors(s)
+    config = s.data.get("quantization_config")
+    if config is not None and not isinstance(config, dict):
+        yield defect(
+            f"quantization_config is {config!r}, expected an object: engines fail on it",
+            "write the quantization_config that belongs to the weights, or remove it",
+        )
+        return
     small = {name for name, stored in plain.items() if stored.dtype in EIGHT_BITS}
     scales = {
         name.removeprefix("model."): stored for name, stored in s.tensors.items() if is_scale(name)
     }
-    config = s.data.get("quantization_config")
     if not config:
         if small or scales:
             yield defect(
@@ -183,8 +201,8 @@ def _scales(
         elif scale.dtype != "F32" or scale.shape != shape:
             expected = f"F32 {list(shape)}"
             wrong.append(f"{scale_name} is {scale.dtype} {list(scale.shape)}, expected {expected}")
-        elif not _positive(scale, scale_name):
-            wrong.append(f"{scale_name} holds NaN, 0 or less")
+        elif not _sensible(scale, scale_name):
+            wrong.append(f"{scale_name} holds NaN, 0 or less, or more than {LARGEST_SCALE:.0f}")
     kept = sorted(n for n in scales if plain_weight(n) not in plain)
     unscaled = sorted(
         n
@@ -193,6 +211,13 @@ def _scales(
     )
     if wrong:
         yield defect("FP8 weights and scales: " + "; ".join(wrong[:4]), AGAIN)
+    other = sorted(n for n in scales if n.rpartition(".")[2] != quantization.scale_name)
+    if other and not wrong:
+        yield defect(
+            f"{some(other)}: the scheme of quantization_config has {quantization.scale_name} only, "
+            "and spec refuses others",
+            AGAIN,
+        )
     if kept or unscaled:
         yield defect(f"scales of no FP8 weight: {some(kept + unscaled)}", AGAIN)
 
@@ -202,8 +227,9 @@ def plain_weight(scale_name: str) -> str:
     return f"{scale_name.rpartition('.')[0]}.weight"
 
 
-def _positive(stored: Stored, name: str) -> bool:
+def _sensible(stored: Stored, name: str) -> bool:
+    """Whether scales are numbers above 0 that make weights within float16's range."""
     with safe_open(stored.file, framework="pt") as file:
         names = set(file.keys())
         value = file.get_tensor(name if name in names else f"model.{name}")
-    return bool((torch.isfinite(value) & (value > 0)).all())
+    return bool(((value > 0) & (value <= LARGEST_SCALE)).all())

@@ -51,7 +51,7 @@ def detect(config: dict[str, Any], *, where: str = "config.json") -> Layout:
     Raises ValueError for a drafter that none of them describes.
     """
     if kind := config.get("speculators_model_type"):
-        if kind not in speculators.NATIVE:
+        if not isinstance(kind, str) or kind not in speculators.NATIVE:
             raise ValueError(
                 f"{where}: speculators_model_type is {kind!r}, expected dflash or dspark; other "
                 "drafters are not supported"
@@ -70,10 +70,10 @@ def detect(config: dict[str, Any], *, where: str = "config.json") -> Layout:
     return LAYOUTS["sglang" if explicit else "zlab"]
 
 
-def parts_of(architectures: list[str]) -> Parts | None:
+def parts_of(architectures: list[Any]) -> Parts | None:
     """The algorithm that a native `architectures` names."""
     for parts in ALGORITHMS.values():
-        if set(parts.config.architectures) & set(architectures):
+        if any(name in parts.config.architectures for name in architectures):
             return parts
     return None
 
@@ -86,11 +86,17 @@ def read_native(native: dict[str, Any], where: str) -> DFlashConfig:
 
 
 def expected_shapes(config: DFlashConfig) -> dict[str, torch.Size]:
-    """Name and shape of every tensor of a drafter."""
+    """Name and shape of every tensor of a drafter; ValueError for sizes that no tensor has."""
     parts = parts_of(list(config.architectures))
     assert parts is not None
-    with torch.device("meta"):
-        draft = parts.draft(config)
+    try:
+        with torch.device("meta"):
+            draft = parts.draft(config)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        words = " ".join(str(error).split())
+        raise ValueError(
+            f"config.json has sizes that no tensor can have ({words[:100]}); correct them"
+        ) from None
     return {name: value.shape for name, value in draft.state_dict().items()}
 
 

@@ -28,7 +28,7 @@ class Stored:
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint by name, from the shards that its index names.
 
-    Raises ValueError where a shard that the index names is missing.
+    Raises ValueError where a shard that the index names is missing, or lies elsewhere.
     """
     tensors: dict[str, Stored] = {}
     for file in _shards(directory):
@@ -42,7 +42,15 @@ def _shards(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
         return sorted(directory.glob("*.safetensors"))
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        bare = all(Path(name).name == name for name in files)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        files, bare = [], False
+    if not files or not bare:
+        raise ValueError(
+            f"{index}: expected a weight_map from tensor names to files beside it; copy it again"
+        )
     missing = [name for name in files if not (directory / name).exists()]
     if missing:
         raise ValueError(
@@ -58,7 +66,7 @@ def _header(file: Path) -> dict[str, dict]:
         size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         try:
             header = json.loads(stream.read(size))
-        except (UnicodeDecodeError, json.JSONDecodeError, MemoryError, OverflowError) as error:
+        except (ValueError, RecursionError, MemoryError, OverflowError) as error:
             raise ValueError(
                 f"{file.name}: no safetensors header; an unfinished download or a Git LFS pointer: "
                 "download it again"
