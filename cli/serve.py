@@ -50,6 +50,7 @@ def serve(
     if recipe is None:
         raise ValueError("name a recipe: --recipe NAME or FILE; spec serve --list shows the names")
     from ..export.findings import has_defect
+    from ..serve.alone import own_log, refuse_taken_port
     from ..serve.command import launch
     from ..serve.models import look_at_models
     from ..serve.recipe import load_serve_recipe
@@ -68,6 +69,7 @@ def serve(
         raise typer.Exit(1)
     if not only_print:
         require_python(python)
+        refuse_taken_port(resolved.engine.host, resolved.engine.port)
     tell_verdict(start, resolved, models, asked=interpreter is not None)
     if only_print:
         return
@@ -75,8 +77,10 @@ def serve(
 
     name = Path(recipe).name.removesuffix(".yaml")
     file = log or Path("runs/serve") / f"{name}-{resolved.engine.port}.log"
-    tell(f"starting SGLang, log {file}")
-    raise typer.Exit(run(start, resolved, log=file, echo=show_line, tell=tell))
+    with own_log(file):
+        tell(f"starting SGLang, log {file}")
+        code = run(start, resolved, log=file, echo=show_line, tell=tell)
+    raise typer.Exit(code)
 
 
 def show_line(line: str) -> None:

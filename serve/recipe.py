@@ -4,10 +4,11 @@ Each default is written here and nowhere else. What an option of the engine is c
 command.py's business.
 """
 
+import re
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..recipes.load import SHIPPED, find_recipe, known_keys, read_mapping, set_key, validated
 from ..recipes.schema import Algorithm, Dtype, Section
@@ -20,11 +21,45 @@ Gpu = Literal["hopper", "blackwell"]
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 
 
+def _is_word(text: str) -> str:
+    """On the engine's command line it stands behind an option."""
+    if not text.strip() or text.startswith("-"):
+        raise ValueError(f"found {text!r}; expected a name or path, and no dash before it")
+    return text
+
+
+def _is_host(text: str) -> str:
+    if re.fullmatch(r"[\w.:%][\w.:%-]*", text) is None:
+        raise ValueError(
+            f"found {text!r}; expected a host's name or address: 127.0.0.1, 0.0.0.0 or ::1"
+        )
+    return text
+
+
+def _with_text(environment: Any) -> Any:
+    """Whole numbers as text, which variables are: {NAME: 1}."""
+    if not isinstance(environment, dict):
+        return environment
+    return {key: str(n) if type(n) is int else n for key, n in environment.items()}
+
+
+def _are_variables(environment: dict[str, str]) -> dict[str, str]:
+    for name in environment:
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+            raise ValueError(f"found {name!r}; expected names of letters, digits and _")
+    return environment
+
+
+Word = Annotated[str, AfterValidator(_is_word)]
+Host = Annotated[str, AfterValidator(_is_host)]
+Variables = Annotated[dict[str, str], BeforeValidator(_with_text), AfterValidator(_are_variables)]
+
+
 class TargetSection(Section):
     """The frozen model."""
 
-    path: str = Field(description="directory or hub id")
-    quantization: str | None = Field(
+    path: Word = Field(description="directory or hub id")
+    quantization: Word | None = Field(
         None, description="as the engine names it, modelopt_fp4 for NVFP4; none: by its config.json"
     )
     dtype: Dtype | None = Field(None, description="compute dtype; none: by its config.json")
@@ -34,7 +69,7 @@ class TargetSection(Section):
 class DraftSection(Section):
     """The drafter, in the layout that SGLang loads."""
 
-    path: str = Field(description="directory or hub id")
+    path: Word = Field(description="directory or hub id")
     algorithm: Algorithm = "dflash"
     num_draft_tokens: int | None = Field(
         None, gt=0, description="tokens a round proposes; none: as it was trained"
@@ -42,13 +77,13 @@ class DraftSection(Section):
     quantization: DraftQuantization | None = Field(
         None, description="null: by its config.json; none: bf16 (or another float type)"
     )
-    attention_backend: str | None = Field(None, description="none: the engine's choice")
+    attention_backend: Word | None = Field(None, description="none: the engine's choice")
     kv_cache_dtype: KvCacheDtype | None = Field(None, description="none: as the target's")
     window: int | None = Field(
         None, gt=0, description="dflash: latest context positions it attends to; none: all"
     )
-    sts: str | None = Field(None, description="dspark: sts.json for cap-accept and compact modes")
-    sps: str | None = Field(None, description="dspark: sps.json for cap-accept and compact modes")
+    sts: Word | None = Field(None, description="dspark: sts.json for cap-accept and compact modes")
+    sps: Word | None = Field(None, description="dspark: sps.json for cap-accept and compact modes")
 
 
 class HiCacheSection(Section):
@@ -59,7 +94,7 @@ class HiCacheSection(Section):
     write_policy: Literal["write_back", "write_through", "write_through_selective"] = (
         "write_through"
     )
-    storage: str | None = Field(None, description="a third tier: file, mooncake, hf3fs, nixl, ...")
+    storage: Word | None = Field(None, description="a third tier: file, mooncake, hf3fs, nixl, ...")
 
     @model_validator(mode="after")
     def _one_size(self) -> "HiCacheSection":
@@ -75,9 +110,9 @@ class EngineSection(Section):
     gpu: Gpu | None = Field(
         None, description="what the engine's checks assume on a machine without a GPU"
     )
-    host: str = Field("127.0.0.1", description="0.0.0.0: reachable from other machines")
+    host: Host = Field("127.0.0.1", description="0.0.0.0: reachable from other machines")
     port: int = Field(30000, gt=0, lt=65536)
-    served_name: str | None = Field(None, description="model name of the API; none: target.path")
+    served_name: Word | None = Field(None, description="model name of the API; none: target.path")
     tensor_parallel: int = Field(1, gt=0)
     attention_data_parallel: int = Field(
         1,
@@ -85,7 +120,7 @@ class EngineSection(Section):
         description="groups of the tensor-parallel ranks with their own attention and cache",
     )
     pipeline_parallel: int = Field(1, gt=0, description="dflash needs 1")
-    attention_backend: str | None = Field(None, description="none: the engine's choice")
+    attention_backend: Word | None = Field(None, description="none: the engine's choice")
     kv_cache_dtype: KvCacheDtype = Field("auto", description="auto: as the target computes")
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="of a GPU, for weights and cache; none: the engine's choice"
@@ -98,10 +133,10 @@ class EngineSection(Section):
     hicache: HiCacheSection | None = Field(None, description="absent: no host cache")
     metrics: bool = Field(True, description="Prometheus metrics at /metrics")
     return_token_ids: bool = Field(True, description="token ids in chat answers, for logs")
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
+    reasoning_parser: Word | None = None
+    tool_call_parser: Word | None = None
     arguments: list[str] = Field([], description="more options of the engine, a word an entry")
-    environment: dict[str, str] = Field({}, description="variables for the engine's process")
+    environment: Variables = Field({}, description="variables for the engine's process")
     start_timeout: float = Field(1800.0, gt=0, description="seconds until it has to be ready")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from spec.recipes.load import find_recipe
 from spec.serve.recipe import SHIPPED_SERVE, load_serve_recipe
+from spec.serve.rules import LONGER
 
 SHIPPED = sorted(path.name.removesuffix(".yaml") for path in SHIPPED_SERVE.glob("*.yaml"))
 NEEDED = ["glm-5.2", "kimi-k2.6-b200-tp4", "kimi-k2.6-b200-tp8", "local-cpu", "qwen3-8b"]
@@ -79,3 +80,47 @@ def test_an_unknown_key_of_a_file(tmp_path: Path) -> None:
     path.write_text("target: {path: a/b}\ndraft: {path: c/d, windw: 9}\nsmoke: {floor: 1.5}\n")
     with pytest.raises(ValueError, match=r"unknown key 'draft.windw'; nearest is 'draft.window'"):
         load_serve_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.host=--tp", "engine.host: found '--tp'; expected a host's name or address"),
+        ("engine.host=''", "engine.host: found ''; expected a host's name"),
+        ("engine.host='[::1]'", "engine.host: found"),
+        ("engine.host=http://a", "engine.host: found"),
+        ("draft.path=''", "draft.path: found ''; expected a name or path"),
+        ("draft.path=--tp", "draft.path: found '--tp'; expected"),
+        ("target.path=' '", "target.path: found ' '; expected"),
+        ("engine.served_name=-x", "engine.served_name: found '-x'; expected"),
+        ("engine.environment={A=B: x}", "engine.environment: found 'A=B'; expected names of"),
+        ("engine.environment={'': x}", "engine.environment: found ''; expected names of"),
+        ("engine.environment={A: true}", "engine.environment.A: Input should be a valid string"),
+        ("engine.environment=1", "engine.environment: Input should be"),
+    ],
+)
+def test_what_would_be_no_word_of_the_command_line(override: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        load_serve_recipe("kimi-k2.6-b200-tp8", [override])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["::1", "0.0.0.0", "gpu-7.example.com", "fe80::1%eth0"])
+def test_hosts(host: str) -> None:
+    assert load_serve_recipe("local-cpu", [f"engine.host='{host}'"]).engine.host == host
+
+
+def test_text_of_digits_and_variables(tmp_path: Path) -> None:
+    """The cure of the context rule is taken as it is written there, and without its quotes."""
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        "target: {path: '2024'}\ndraft: {path: '1e-4'}\nsmoke: {floor: 15e-1}\n"
+        "engine: {served_name: '7', environment: {A: 1, B: '1e3', C: text}}\n"
+    )
+    own = load_serve_recipe(path)
+    assert (own.target.path, own.draft.path, own.engine.served_name) == ("2024", "1e-4", "7")
+    assert own.smoke.floor == 1.5
+    assert own.engine.environment == {"A": "1", "B": "1e3", "C": "text"}
+    for one in ("'1'", "1"):
+        cure = f"engine.environment={{{LONGER}: {one}}}"
+        assert load_serve_recipe(path, [cure]).engine.environment == {LONGER: "1"}
