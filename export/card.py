@@ -18,11 +18,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ..data.jsonl import atomic_file
-from ..dflash.files import read_provenance
+from ..dflash.files import PROVENANCE, read_provenance
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
-from ..eval.report import REPORT, SCHEMA, Report
+from ..eval.report import REPORT, Report
 from ..target.files import HUB_ID
+from .card_record import check_record, check_report, plain, public
 from .card_text import CardFacts, body, group_names
 from .check import facts_of, look_at
 from .findings import Subject
@@ -30,20 +31,6 @@ from .findings import Subject
 CARD = "README.md"
 MARK = re.compile(r"<!-- written by spec card, sha256 ([0-9a-f]{64}); .* -->\n?\Z")
 LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-GROUP_KEYS = (
-    *("num_requests", "num_rounds", "acceptance_length", "acceptance_length_ci95"),
-    *("acceptance_rate", "equal_to_plain"),
-)
-REPORT_KEYS = (
-    *("algorithm", "num_draft_tokens", "target", "draft", "engine", "dtype", "temperature"),
-    *("top_p", "top_k", "seed", "schedule", "max_new_tokens"),
-)
-# A path of some machine, and what follows the last slash of it; hub ids and addresses are none.
-PATH = re.compile(
-    r"(?:file://|(?<![\w.:/~\\-]))(?:(?:~|\.{1,2})?/|[A-Za-z]:\\)"
-    r"(?:[^\s/\\\"'|]+[/\\])*([^\s/\\\"'|]+)"
-)
-CREDENTIALS = re.compile(r"(?<=://)[^/\s@]+@")
 PRIVATE = ("wandb",)  # sections of a recipe that are nobody else's business
 
 
@@ -147,6 +134,11 @@ def read_facts(directory: Path, reports: Sequence[str | Path], license: str | No
     if subject.refusal is not None:
         raise ValueError(f"{subject.refusal}; a card needs a drafter whose config.json is read")
     facts = facts_of(subject, "sglang")
+    if (facts["num_draft_tokens"] or 0) < 1:
+        raise ValueError(
+            f"{directory / 'config.json'}: block_size is {facts['block_size']}, which drafts "
+            "nothing; write the one it was trained with"
+        )
     record = _public_record(directory)
     target = _target(record, subject)
     kind = "DSpark" if facts["algorithm"] == "dspark" else "DFlash"
@@ -154,11 +146,11 @@ def read_facts(directory: Path, reports: Sequence[str | Path], license: str | No
     name = f"{target.split('/')[-1]}-{kind}{eight_bits}" if target else public(facts["name"])
     # `spec quantize` leaves its report beside the drafter.
     beside = [path for path in (directory / REPORT,) if path.is_file()]
-    found, unquantized = _reports(record, [*beside, *reports], facts)
+    found, unquantized = _reports(record, [*beside, *reports], facts, target)
     return CardFacts(
-        name=name,
+        name=plain(name),
         kind=kind,
-        facts=public(facts),
+        facts=plain(public(facts)),
         layout=subject.layout.name,
         max_positions=subject.whole("max_position_embeddings"),
         record=record,
@@ -173,6 +165,7 @@ def read_facts(directory: Path, reports: Sequence[str | Path], license: str | No
 def _public_record(directory: Path) -> dict[str, Any]:
     """spec.json without what is private; empty where there is none."""
     record = read_provenance(directory, strict=True)
+    check_record(record, str(directory / PROVENANCE))
     recipe = record.get("recipe")
     if isinstance(recipe, dict):
         record["recipe"] = {key: recipe[key] for key in recipe if key not in PRIVATE}
@@ -190,19 +183,11 @@ def _target(record: dict[str, Any], subject: Subject) -> str | None:
     return public(name) or None if isinstance(name, str) else None
 
 
-def public(value: Any) -> Any:
-    """A value without paths of some machine (their last part stays) and without credentials."""
-    if isinstance(value, dict):
-        return {key: public(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [public(item) for item in value]
-    if isinstance(value, str):
-        return CREDENTIALS.sub("", PATH.sub(r"\1", value))
-    return value
-
-
 def _reports(
-    record: dict[str, Any], paths: Sequence[str | Path], facts: dict[str, Any]
+    record: dict[str, Any],
+    paths: Sequence[str | Path],
+    facts: dict[str, Any],
+    target: str | None,
 ) -> tuple[tuple[Report, ...], Report | None]:
     """The reports of the files and spec.json's, none twice.
 
@@ -213,13 +198,14 @@ def _reports(
     for path in paths:
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON ({error}); expected a report.json") from None
-        report = public(_checked(read, str(path), facts))
+        report = public(check_report(read, str(path), facts, target))
         if report not in found:
             found.append(report)
     try:
-        own = _checked(record.get("acceptance_report"), "spec.json's acceptance_report", facts)
+        own = record.get("acceptance_report")
+        own = check_report(own, "spec.json's acceptance_report", facts, target)
     except ValueError:
         return tuple(found), None
     if record.get("quantization"):
@@ -232,24 +218,6 @@ def _reports(
 
 def _measured(report: Report) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key != "comparisons"}
-
-
-def _checked(report: Any, where: str, facts: dict[str, Any]) -> Report:
-    """A report that is whole and this drafter's; ValueError for another."""
-    groups = report.get("groups") if isinstance(report, dict) else None
-    if not isinstance(groups, dict) or "all" not in groups or report.get("schema") != SCHEMA:
-        raise ValueError(f"{where}: no acceptance report; expected the report.json of `spec eval`")
-    missing = {key for key in REPORT_KEYS if key not in report}
-    missing |= {key for group in groups.values() for key in GROUP_KEYS if key not in group}
-    if missing:
-        raise ValueError(f"{where} lacks {', '.join(sorted(missing))}: measure with `spec eval`")
-    for key in ("algorithm", "num_draft_tokens"):
-        if report[key] != facts[key]:
-            raise ValueError(
-                f"{where} is of another drafter: its {key} is {report[key]}, this one's is "
-                f"{facts[key]}; give a report of this drafter"
-            )
-    return report
 
 
 def metadata(facts: CardFacts) -> ModelCardData:

@@ -24,18 +24,18 @@ def sources(record: dict[str, Any]) -> list[dict[str, Any]]:
     found = stated(record, "training_data", "sources")
     if found:
         return found
-    named = stated(record, "recipe", "data") or {}
+    named: dict[str, Any] = stated(record, "recipe", "data") or {}
     old: list[dict[str, Any]] = []
     for name, manifest in (record.get("data") or {}).items():
         kind = "answers" if name.startswith("answers") else "conversations"
-        temperature = manifest.get("options", {}).get("temperature")
+        temperature = (manifest.get("options") or {}).get("temperature")
         old.append(
             {
                 "kind": kind,
-                "names": named.get("prompts" if kind == "answers" else kind, []),
-                "num_rows": manifest["num_kept"],
-                "num_tokens": manifest["num_tokens"],
-                "num_supervised": manifest["num_supervised"],
+                "names": named.get("prompts" if kind == "answers" else kind),
+                "num_rows": manifest.get("num_kept"),
+                "num_tokens": manifest.get("num_tokens"),
+                "num_supervised": manifest.get("num_supervised"),
                 "longest_row": None,
                 "temperatures": None if temperature is None else [temperature],
                 "tags": {},
@@ -56,19 +56,19 @@ def training_data(record: dict[str, Any]) -> list[str]:
         ("kind", "sources", "rows", "tokens", "supervised tokens", "longest row"),
         [
             [
-                KINDS.get(source["kind"], code(source["kind"])),
-                ", ".join(map(code, source["names"])) or NOT_RECORDED,
+                KINDS.get(source.get("kind") or "", code(source.get("kind"))),
+                ", ".join(map(code, source.get("names") or ())) or NOT_RECORDED,
                 *(_size(source.get(key)) for key in sizes),
             ]
             for source in found
         ],
         columns_of_text=2,
     )
-    tagged = [item for source in found for item in source["tags"].items()]
+    tagged = [item for source in found for item in (source.get("tags") or {}).items()]
     if len(tagged) > 1:
-        tagged.sort(key=lambda item: (-item[1]["num_supervised"], item[0]))
+        tagged.sort(key=lambda item: (-(item[1].get("num_supervised") or 0), item[0]))
         rows = [
-            [code(tag), _size(size["num_rows"]), _size(size["num_supervised"])]
+            [code(tag), _size(size.get("num_rows")), _size(size.get("num_supervised"))]
             for tag, size in tagged[:MAX_NAMED]
         ]
         rest = len(tagged) - len(rows)
@@ -96,7 +96,7 @@ def contexts(record: dict[str, Any]) -> str:
 
 def temperatures(record: dict[str, Any]) -> str:
     """The temperature at which the answers were sampled that it learned from."""
-    found = [source["temperatures"] for source in sources(record)]
+    found = [source.get("temperatures") for source in sources(record)]
     known = sorted({value for part in found for value in part or ()})
     said = f"answers trained on were sampled at {', '.join(f'{t:g}' for t in known)}"
     if not known:

@@ -4,6 +4,8 @@ from typing import Any
 
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
+from ..target.files import HUB_ID
+from .card_record import plain
 from .counts import sglang_options, vllm_speculative_config
 
 DRAFTER, CONVERTED = "DRAFTER", "CONVERTED"
@@ -16,9 +18,11 @@ def serving(
     side_files: tuple[str, ...],
 ) -> list[str]:
     """Both engines, each with what has to be converted first."""
-    named = target if target and "/" in target else "TARGET"
+    # It stands in commands: nothing but an id of a hub.
+    named = target if target and HUB_ID.fullmatch(target) else "TARGET"
     words = f"`{DRAFTER}` is this directory, or its id on a hub"
-    also = "" if named == target else f"; `TARGET` is the target{f' ({target})' if target else ''}"
+    known = f" ({plain(target)})" if target else ""
+    also = "" if named == target else f"; `TARGET` is the target{known}"
     quantized = facts["quantized"] is not None
     return [
         f"{words}{also}.",

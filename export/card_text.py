@@ -1,5 +1,6 @@
 """The text of a model card, section by section."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from ..dflash.files import stated
 from ..eval.render import length_text, sampling_text, share, table
 from ..eval.report import Report
 from .card_data import MAX_NAMED, NOT_RECORDED, code, contexts, temperatures, training_data
+from .card_record import plain
 from .card_serving import serving
 
 
@@ -137,11 +139,11 @@ def _not_measured(c: CardFacts) -> str:
 
 def _report(c: CardFacts, report: Report) -> list[str]:
     on = "" if report["target"] == c.target else f" on {code(report['target'])}"
-    verified = "" if report["schedule"] is None else f", verified by {report['schedule']}"
+    verified = "" if report["schedule"] is None else f", verified by {plain(report['schedule'])}"
     lines = [
-        f"Measured{on} in {report['dtype']} by {code(report['engine'])}: {sampling_text(report)}, "
-        f"{report['num_draft_tokens']} draft tokens a round{verified}, at most "
-        f"{report['max_new_tokens']} new tokens.",
+        f"Measured{on} in {plain(report['dtype'])} by {code(report['engine'])}: "
+        f"{sampling_text(report)}, {report['num_draft_tokens']} draft tokens a round{verified}, "
+        f"at most {report['max_new_tokens']} new tokens.",
         "",
         *table(
             (
@@ -153,7 +155,11 @@ def _report(c: CardFacts, report: Report) -> list[str]:
     ]
     if others := report.get("comparisons"):
         rows = [
-            [each["draft"], str(each["num_draft_tokens"]), length_text(each["groups"]["all"])]
+            [
+                plain(each["draft"]),
+                str(each["num_draft_tokens"]),
+                length_text(each["groups"]["all"]),
+            ]
             for each in [{**report, "draft": "this drafter"}, *others]
         ]
         lines += ["", "Others on the same prompts:", ""]
@@ -177,19 +183,22 @@ def recipe(c: CardFacts) -> list[str]:
     resolved = c.record.get("recipe")
     if not resolved:
         return ["Not recorded."]
-    versions = ", ".join(f"{k} {v}" for k, v in (c.record.get("versions") or {}).items())
+    versions = ", ".join(f"{k} {v}" for k, v in plain(c.record.get("versions") or {}).items())
     step = c.record.get("step")
     best = (
         ""
         if step is None
         else f" The weights are those of step {step}, the best on held-out prompts."
     )
+    text = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).strip()
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)  # no line of the recipe ends it
     return [
         f"Made with {versions or 'versions that were not recorded'}.{best}",
         "",
-        "```yaml",
-        yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True).strip(),
-        "```",
+        f"{fence}yaml",
+        text,
+        fence,
     ]
 
 

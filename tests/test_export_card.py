@@ -294,9 +294,10 @@ def test_reports_join_that_of_the_run_but_once(dflash: Path, tmp_path: Path) -> 
     text = make_card(dflash, reports=[path]).text
     assert text.count("Measured in bfloat16") == 1
     assert "| ngram | 3 | 1.70 [1.60, 1.80] |" in text
-    path.write_text(json.dumps({**own, "temperature": 1.0, "target": "Org/Tuned"}))
+    path.write_text(json.dumps({**own, "temperature": 1.0, "target": "Model-1B"}))
     card = make_card(dflash, reports=[path])
-    assert "Measured on `Org/Tuned` in bfloat16 by `spec`: temperature 1, seed 0" in card.text
+    # The same model from a directory.
+    assert "Measured on `Model-1B` in bfloat16 by `spec`: temperature 1, seed 0" in card.text
     assert "acceptance measured at 0, 1." in card.text
 
 
@@ -305,6 +306,8 @@ def test_a_report_of_another_drafter_is_refused(dflash: Path, tmp_path: Path) ->
     for content, said in (
         (report("dspark", 3), "its algorithm is dspark, this one's is dflash"),
         (report("dflash", 7), "its num_draft_tokens is 7, this one's is 3"),
+        (report("dflash", 3, target="Org/Tuned"), "is of another target: Org/Tuned, this"),
+        (report("dflash", 3, groups={"all": group(4.2, 9)}), "expected numbers from 1 to 4"),
         ({"groups": {"all": {}}}, "no acceptance report"),
         (report("dflash", 3, groups={"all": {}}), "lacks acceptance_length"),
     ):
