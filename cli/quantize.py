@@ -86,6 +86,11 @@ def quantize(
     kept = {part for each in keep or [] for part in KEEP[each]}
     quantization = Quantization(scheme, tuple(part for part in PARTS if part in kept))
     gate = None
+    if not measure and (target is not None or prompts):
+        raise ValueError(
+            "--target and --prompts are ignored beside --no-measure: leave it out to measure, or "
+            "leave them out"
+        )
     if measure:
         options = MeasureOptions(max_new_tokens, batch_size)
         loaded, asked = measured_on(target, prompts, dtype, limit)

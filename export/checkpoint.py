@@ -18,10 +18,11 @@ from ..dflash.draft import rope_frequencies
 from ..dflash.files import PROVENANCE, check_tensors, check_values, read_weights
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
+from ..eval.report import REPORT
 from ..target.saving import atomic_directory
 from .layouts import Layout, detect, expected_shapes, parts_of, read_native
 
-SIDE_FILES = (PROVENANCE, STS, SPS)  # go where the drafter goes
+SIDE_FILES = (PROVENANCE, REPORT, STS, SPS)  # go where the drafter goes; its bits are the same
 MAX_SHARD = "5GB"
 ROPE_KEYS = (
     *("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"),
@@ -141,7 +142,7 @@ def write(
     """Write a drafter directory, all of it or nothing, and read it back.
 
     `carried` are the target's tensors for a layout that stores them, `beside` a directory whose
-    spec.json, sts.json and sps.json go along. Raises ValueError where `out` holds something, or
+    `SIDE_FILES` go along. Raises ValueError where `out` holds something, or
     where what was written does not read back bit for bit, RoPE included.
     """
     extra = carried or {}

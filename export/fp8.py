@@ -32,6 +32,8 @@ from .checkpoint import Checkpoint, read, write
 from .fp8_acceptance import MeasureOptions, compare
 from .layouts import LAYOUTS
 
+LEAST_REQUESTS, ENOUGH_REQUESTS, ENOUGH_ROUNDS = 2, 20, 100  # of a measurement
+LEAST_LENGTH = 1.1  # acceptance length below which there is nothing to lose
 REST = torch.bfloat16  # type of all that is not quantized
 
 
@@ -136,9 +138,19 @@ def sizes(found: Checkpoint, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def check_drop(summary: dict[str, Any]) -> None:
-    """AcceptanceLostError where the acceptance length fell by more than `max_drop`."""
+    """AcceptanceLostError where the acceptance length fell by more than `max_drop`.
+
+    Warns of a measurement that tells little; ValueError for one that tells nothing.
+    """
+    if summary["num_requests"] < LEAST_REQUESTS:
+        raise ValueError(
+            f"measured on {summary['num_requests']} request, which has no interval; give "
+            f"{ENOUGH_REQUESTS} prompts or more"
+        )
     drop = -summary["relative_change"]
     if drop <= summary["max_drop"]:
+        for doubt in doubts(summary):
+            warnings.warn(doubt, stacklevel=2)
         return
     low, high = summary["relative_change_ci95"]
     raise AcceptanceLostError(
@@ -150,9 +162,37 @@ def check_drop(summary: dict[str, Any]) -> None:
     )
 
 
+def doubts(summary: dict[str, Any]) -> list[str]:
+    """Why a small enough drop may say little."""
+    found: list[str] = []
+    requests, rounds = summary["num_requests"], summary["num_rounds_after"]
+    if requests < ENOUGH_REQUESTS or rounds < ENOUGH_ROUNDS:
+        found.append(
+            f"{requests} requests with {rounds} rounds are too few to tell: give "
+            f"{ENOUGH_REQUESTS} requests and {ENOUGH_ROUNDS} rounds or more"
+        )
+    low, _ = summary["relative_change_ci95"]
+    if low < -summary["max_drop"]:
+        found.append(
+            f"the interval of the change reaches {low:+.2%}, beyond the {summary['max_drop']:.2%} "
+            "of --max-drop: a greater loss is not ruled out; give more prompts"
+        )
+    if summary["acceptance_length_before"] < LEAST_LENGTH:
+        found.append(
+            f"the drafter accepts next to nothing as it is (acceptance length "
+            f"{summary['acceptance_length_before']:.3f}), so there was little to lose; see spec "
+            "check, or train it longer"
+        )
+    return found
+
+
 def provenance(draft: Path, name: str, summary: dict[str, Any]) -> dict[str, Any]:
     """spec.json of the new directory: that of the old one, and how this one was made."""
-    record = read_provenance(draft)
+    try:
+        record = read_provenance(draft, strict=True)
+    except ValueError as error:
+        warnings.warn(f"{error}; the new drafter does not say how it was trained", stacklevel=2)
+        record = {}
     made = {"from": name, "from_weights": weights_digest(draft), **summary}
     made |= {"measured": "acceptance_length_after" in summary}
     return {**record, "quantization": {**made, "spec-toolkit": version("spec-toolkit")}}

@@ -89,6 +89,29 @@ def test_without_prompts_it_has_to_be_asked_for(draft: Path, tmp_path: Path) -> 
     assert not (tmp_path / "fp8" / "report.json").exists()
 
 
+def test_what_no_measure_would_ignore(draft: Path, target: Path, tmp_path: Path) -> None:
+    for ignored in (("-t", target), ("-p", "tiny")):
+        result = run("-d", draft, "--to", "fp8", "-o", tmp_path / "fp8", "--no-measure", *ignored)
+        assert isinstance(result.exception, ValueError)
+        assert "ignored beside --no-measure" in str(result.exception)
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_one_request_tells_nothing(draft: Path, target: Path, tmp_path: Path) -> None:
+    options = ("-p", "tiny", "--limit", "1", "--max-new-tokens", "4", "--max-drop", "100")
+    result = run("-d", draft, "--to", "fp8", "-o", tmp_path / "fp8", "-t", target, *options)
+    assert isinstance(result.exception, ValueError)
+    assert "measured on 1 request" in str(result.exception)
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_an_unreadable_record_is_not_dropped_in_silence(draft: Path, tmp_path: Path) -> None:
+    (draft / "spec.json").write_text("{broken")
+    with pytest.warns(UserWarning, match=r"spec\.json is no JSON .* how it was trained"):
+        result = run("-d", draft, "--to", "fp8", "-o", tmp_path / "fp8", "--no-measure")
+    assert result.exit_code == 0
+
+
 def test_blocks_of_narrow_widths_are_refused(draft: Path, tmp_path: Path) -> None:
     options = ("-o", tmp_path / "fp8", "--no-measure", "--scheme", "block")
     result = run("-d", draft, "--to", "fp8", *options)

@@ -156,8 +156,10 @@ def test_refusals(tmp_path: Path, target: Target) -> None:
 def test_export_and_import(tmp_path: Path) -> None:
     """To SGLang bit for bit; to those that cannot say it, not at all."""
     out = fp8(tmp_path)
+    (out / "report.json").write_text("{}")  # its weights stay as they were measured
     export_draft(out, tmp_path / "again", "sglang")
     import_draft(out, tmp_path / "imported")
+    assert all((tmp_path / each / "report.json").is_file() for each in ("again", "imported"))
     first, *others = (
         load_file(folder / "model.safetensors")
         for folder in (out, tmp_path / "again", tmp_path / "imported")
@@ -198,12 +200,25 @@ def test_a_drop_is_a_failure_above_the_limit_only() -> None:
         "acceptance_length_before": 4.0,
         "acceptance_length_after": 3.96,
         "relative_change": -0.01,
-        "relative_change_ci95": [-0.02, 0.0],
+        "relative_change_ci95": [-0.01, 0.0],
+        "num_requests": 20,
+        "num_rounds_after": 100,
         "max_drop": 0.01,
     }
     check_drop(summary)
     with pytest.raises(AcceptanceLostError, match=r"fell by 1.10% from 4.000 to 3.956"):
         check_drop({**summary, "relative_change": -0.011, "acceptance_length_after": 3.956})
+    for changes, said in (
+        ({"num_requests": 19}, "19 requests with 100 rounds are too few to tell"),
+        ({"num_rounds_after": 99}, "20 requests with 99 rounds are too few to tell"),
+        ({"relative_change_ci95": [-0.02, 0.0]}, r"reaches -2.00%, beyond the 1.00%"),
+        ({"acceptance_length_before": 1.09}, r"next to nothing as it is .*1\.090"),
+    ):
+        with pytest.warns(UserWarning, match=said) as told:
+            check_drop({**summary, **changes})
+        assert len(told) == 1
+    with pytest.raises(ValueError, match="measured on 1 request"):
+        check_drop({**summary, "num_requests": 1})
 
 
 @pytest.fixture(scope="module")
