@@ -196,13 +196,16 @@ def _lengths(report: Report) -> Iterator[str]:
             length, interval = group["acceptance_length"], group["acceptance_length_ci95"]
             if length is None and interval is None:
                 continue
-            good = length is not None and interval is not None and len(interval) == 2
-            if not good or not all(1 <= each <= most for each in (length, *interval)):
+            if length is None or interval is None or len(interval) != 2:
+                found: tuple[float, ...] = ()
+            else:
+                found = (length, *interval)
+            if not found or not all(1 <= number <= most for number in found):
                 yield (
                     f"groups.{name}: acceptance length {length} {interval}, expected numbers from "
                     f"1 to {most} with an interval of two"
                 )
-            elif interval[0] > interval[1]:
+            elif found[1] > found[2]:
                 yield f"groups.{name}: the interval {interval} ends before it begins"
 
 
