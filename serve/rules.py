@@ -6,6 +6,7 @@ Each rule yields findings as `spec check` does: a defect would be served wrongly
 from collections.abc import Iterator
 
 from ..export.findings import Finding, by_severity
+from ..target.engine import SIMULATED
 from .arguments import examine_arguments
 from .command import num_draft_tokens
 from .findings import defect, warning
@@ -197,7 +198,13 @@ def _backends(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
 
 
 def _modes(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
-    """DSpark's files act only where the engine verifies fewer tokens than were drafted."""
+    """Variables: DSpark's files act only where fewer tokens are verified than were drafted."""
+    for name in recipe.engine.environment:
+        if name.startswith(SIMULATED):
+            yield defect(
+                f"engine.environment sets {name}, with which the engine makes its figures up",
+                "remove it: acceptance is to be measured",
+            )
     mode = recipe.engine.environment.get("SGLANG_RAGGED_VERIFY_MODE", "static")
     named = [key for key in ("sts", "sps") if getattr(recipe.draft, key) is not None]
     if named and mode == "static":

@@ -35,6 +35,7 @@ READY = "The server is fired up and ready to roll!"
 GRACE = 10.0  # seconds between asking the engine to end and ending it
 # Of our interpreter; in the engine's they would make it import our packages.
 NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+SIMULATED = "SGLANG_SIMULATE_"  # variables with which the engine makes its figures up
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*")
 # What works without a GPU; the attention and sampling that need no kernels.
 CPU_ARGUMENTS = (
@@ -311,7 +312,11 @@ def ends_in_order() -> Iterator[None]:
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """Our environment for another interpreter, with `more` on top."""
-    kept = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in NOT_INHERITED and not key.startswith(SIMULATED)
+    }
     return kept | dict(more)
 
 

@@ -192,6 +192,11 @@ def test_float32_is_for_the_cpu(pair: tuple[Path, Path]) -> None:
     assert findings(recipe(*pair, target={"dtype": "float32"}, engine={"device": "cpu"})) == []
 
 
+def test_an_acceptance_that_is_made_up_is_refused(pair: tuple[Path, Path]) -> None:
+    made_up = {"environment": {"SGLANG_SIMULATE_ACC_LEN": "5"}}
+    assert "SGLANG_SIMULATE_ACC_LEN" in only(recipe(*pair, engine=made_up), "defect")
+
+
 def test_files_of_dspark_without_their_mode(pair: tuple[Path, Path], tmp_path: Path) -> None:
     draft = drafter(tmp_path / "dspark", dspark=True)
     asked: dict[str, Any] = {"algorithm": "dspark", "sts": "sts.json", "sps": "sps.json"}

@@ -113,6 +113,8 @@ def test_the_command_can_be_pasted() -> None:
 
 def test_our_packages_do_not_leak_into_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "5")
+    assert "SGLANG_SIMULATE_ACC_LEN" not in environment({})
     assert environment({"A": "1"}).items() >= {("A", "1")}
     assert "PYTHONPATH" not in environment({}) and "PATH" in environment({})
 
