@@ -68,7 +68,7 @@ def test_a_signal_ends_both(number: signal.Signals, tmp_path: Path) -> None:
     """The whole verb, as a user runs it."""
     path, log, port = tmp_path / "own.yaml", tmp_path / "log", free_port()
     path.write_text(
-        "target: {path: a/b}\ndraft: {path: c/d, num_draft_tokens: 3}\n"
+        "target: {path: a/b}\ndraft: {path: c/d, num_draft_tokens: 3, quantization: none}\n"
         f"engine: {{port: {port}, start_timeout: {WAIT}}}\nsmoke: {{floor: 1.5, prompts: [one]}}\n"
     )
     python = as_interpreter(tmp_path, [1, 1])
