@@ -129,9 +129,9 @@ EOS = 258
 CASES = [
     Case("heads missing", "vanilla", without("markov_head."), "check", "markov_head"),
     Case(
-        "heads named model.*",
+        "heads named otherwise",
         "gated",
-        renamed("markov_head.", "model.markov_head."),
+        renamed("markov_head.", "sequential_head."),
         "check",
         "markov_head",
     ),

@@ -105,12 +105,6 @@ BROKEN: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
         "config.json says 2 draft layers, the file holds 3; the difference is ignored",
         "write num_hidden_layers 3",
     ),
-    "heads behind model.": (
-        "dspark",
-        lambda d: rewrite(d, renamed("markov_head.", "model.markov_head.")),
-        "heads under other names than engines look for: model.markov_head.markov_w1.weight",
-        "spec import DIR --out OUT",
-    ),
     "heads elsewhere": (
         "dspark",
         lambda d: rewrite(d, renamed("markov_head.", "dspark.markov.")),
@@ -353,7 +347,7 @@ def test_every_defect_is_named_with_its_cure(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("q_norm missing", "a layer more in the config", "heads behind model.", "NaN"),
+        *("q_norm missing", "a layer more in the config", "heads elsewhere", "NaN"),
         *("gated with vanilla weights", "fc transposed", "DSpark's heads in a DFlash directory"),
         *("no block_size", "another dtype", "Markov keys nested", "mask beyond the vocabulary"),
     ],
@@ -462,3 +456,11 @@ def test_directories_that_nothing_can_be_said_of(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[")
     with pytest.raises(ValueError, match="not JSON"):
         check(folder)
+
+
+def test_heads_behind_model_are_found_by_the_engine_and_warned_of(tmp_path: Path) -> None:
+    folder = make(tmp_path / "d", "dspark")
+    rewrite(folder, renamed("markov_head.", "model.markov_head."))
+    (found,) = check(folder).findings
+    assert found.severity == "warning" and "model.markov_head.markov_w1.weight" in found.what
+    assert "spec import DIR --out OUT" in found.cure

@@ -88,7 +88,7 @@ def test_heads_that_the_engine_does_not_find_have_a_pattern(tmp_path: Path) -> N
     """We read the right directory, the engine one whose head it ignores without a word."""
     right = trained_draft.trained_draft("vanilla")
     broken = shutil.copytree(right, tmp_path / "broken")
-    renamed("markov_head.", "model.markov_head.")(broken)
+    renamed("markov_head.", "sequential_head.")(broken)
     other = ("--speculative-draft-model-path", str(broken))
     result = verified(right, tmp_path, engine_arguments=other)
     assert not result.passed
@@ -111,7 +111,7 @@ def test_the_verb_writes_a_report_and_fails_on_a_broken_drafter(
 ) -> None:
     """spec check alone finds it: no engine is started."""
     broken = shutil.copytree(trained_draft.trained_draft("vanilla"), tmp_path / "broken")
-    renamed("markov_head.", "model.markov_head.")(broken)
+    renamed("markov_head.", "sequential_head.")(broken)
     target = str(trained_draft.target_directory())
     words = ["verify", str(broken), "-t", target, "-p", str(trained_draft.prompt_file())]
     with pytest.raises(SystemExit) as stop:
