@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from spec.cli.inputs import drafter_name, read_sources
-from spec.export.engine_runs import Plain, Plan, measure, run_plain
+from spec.export.engine_runs import Plain, measure, run_plain
+from spec.export.plan import Plan
 from spec.export.verify import Verification, verify, write_verification
-from spec.recipes.algorithms import load_draft
 
 HEAD = (
     "| drafter | setting | passed | single | batched | cached | text as plain | "
@@ -63,13 +63,11 @@ def main() -> None:
             plan_options["tensor_parallel"] = int(ranks[0]) if ranks else 1
             plan = Plan(Path(draft), name, options.target, options.python, out, **plan_options)
             tell(f"{setting}, {name}")
+            ours = measure(plan, prompts, tell)
             if plain is None:
-                ours = measure(plan, prompts, tell)
                 layers, plain = ours.layer_ids, run_plain(plan, ours, tell)
-            assert load_draft(draft).config.target_layer_ids == layers, (
-                f"{name} reads other layers than the first"
-            )
-            result = verify(plan, prompts, tell=tell, plain=plain)
+            assert ours.layer_ids == layers, f"{name} reads other layers than the first"
+            result = verify(plan, prompts, tell=tell, ours=ours, plain=plain)
             write_verification(result, out)
             print(row(name, setting, result), flush=True)
             for finding in result.findings:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..export.plan import Device, Dtype, Plan
 from .engine import PythonOption, require_python
 from .engine import tell as say
 from .export import finding_lines
@@ -32,28 +33,35 @@ def verify(
         Path, typer.Option("--out", "-o", help="Directory of verify.json and the engine's logs.")
     ] = Path("runs/verify"),
     limit: LimitOption = 40,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = (
+        Plan.max_new_tokens
+    ),
     dtype: Annotated[
-        Literal["float32", "bfloat16"],
+        Dtype,
         typer.Option(help="float32: histograms have to be equal; bfloat16: lengths within."),
-    ] = "float32",
+    ] = Plan.dtype,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Share of the acceptance length, in bfloat16 or FP8.")
-    ] = 0.01,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where both run.")] = "cpu",
-    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Ranks of the engine.")] = 1,
+    ] = Plan.tolerance,
+    device: Annotated[Device, typer.Option(help="Where both run.")] = Plan.device,
+    tensor_parallel: Annotated[int, typer.Option("--tp", min=1, help="Ranks of the engine.")] = (
+        Plan.tensor_parallel
+    ),
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds for a start, and for each request.")
-    ] = 600.0,
-    check: Annotated[bool, typer.Option(help="Run spec check first, stop at a defect.")] = True,
-    probe: Annotated[bool, typer.Option(help="Look for mistakes that the engine shares.")] = True,
+    ] = Plan.timeout,
+    check: Annotated[bool, typer.Option(help="Run spec check first, stop at a defect.")] = (
+        Plan.check_first
+    ),
+    probe: Annotated[bool, typer.Option(help="Look for mistakes that the engine shares.")] = (
+        Plan.probe
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Prove a drafter on the real engine, request by request; exit code 1 where it fails.
 
     Compares hidden states, tokens, and each request's histogram of accepted drafts with ours.
     """
-    from ..export.engine_runs import Plan
     from ..export.verify import REPORT, write_verification
     from ..export.verify import verify as run
     from ..serve.arguments import check_arguments

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,34 +24,14 @@ from ..target.engine import Answer, Engine, EngineError, Launch, cpu_launch, fre
 from ..target.model import Target
 from .counts import sglang_options
 from .parity import PassResult, compare_pass
+from .plan import Plan
 from .probe import Probe, probe
 
 PASSES = ("single", "batched", "cached")
 FEATURE_PROMPTS = 4  # whose context features are compared
 PROBE_PROMPTS = 8
 PROBE_TOKENS = 48
-Dtype = Literal["float32", "bfloat16"]
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to verify, and how the engine is started."""
-
-    directory: Path
-    name: str  # what the report calls it
-    target: str
-    python: str
-    logs: Path  # directory of the engine's logs
-    dtype: Dtype = "float32"
-    device: Literal["cpu", "cuda"] = "cpu"
-    tensor_parallel: int = 1
-    max_new_tokens: int = 64
-    tolerance: float = 0.01  # of the acceptance length, in bfloat16 or of an FP8 drafter
-    timeout: float = 600.0  # seconds for the engine to start, and for a pass
-    engine_arguments: tuple[str, ...] = ()
-    check_first: bool = True
-    probe: bool = True
 
 
 @dataclass

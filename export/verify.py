@@ -25,9 +25,10 @@ from ..dflash.files import read_provenance
 from ..target.engine import EngineError
 from .check import check
 from .diagnosis import diagnose_drafter, diagnose_features, diagnose_passes
-from .engine_runs import PASSES, Ours, Plain, Plan, Tell, measure, run_passes, run_plain
+from .engine_runs import PASSES, Ours, Plain, Tell, measure, run_passes, run_plain
 from .findings import Finding, defect, has_defect, warning
 from .parity import LayerMatch, PassResult, acceptance, compare_features
+from .plan import Plan
 from .probe import Probe
 
 SCHEMA = 1
@@ -71,13 +72,18 @@ class Verification:
 
 
 def verify(
-    plan: Plan, prompts: Sequence[Prompt], *, tell: Tell, plain: Plain | None = None
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    *,
+    tell: Tell,
+    ours: Ours | None = None,
+    plain: Plain | None = None,
 ) -> Verification:
     """Prove a drafter on the engine. A drafter that fails is a report, not an exception.
 
-    `plain` is `run_plain`'s for the same target, prompts and layers, where several drafters share
-    it; None starts the engine for it. Raises ValueError where the target, the prompts or the
-    engine's interpreter are missing.
+    `ours` is `measure`'s for this plan, and `plain` is `run_plain`'s for the same target, prompts
+    and layers, where several drafters share it; None makes them here. Raises ValueError where the
+    target, the prompts or the engine's interpreter are missing.
     """
     _check_plan(plan)
     result = Verification(_facts(plan), [])
@@ -87,7 +93,7 @@ def verify(
         result.findings += report.findings
         if report.has_defect:
             return result
-    ours = measure(plan, prompts, tell)
+    ours = ours or measure(plan, prompts, tell)
     gc.collect()
     torch.cuda.empty_cache()  # the engine needs the target's place; without a GPU this does nothing
     result.probed = ours.probed

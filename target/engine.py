@@ -135,6 +135,8 @@ class Engine:
                 self._reader.start()
             self._wait_until_ready()
         except BaseException:
+            if self._reader is None:
+                log.close()  # else the reader does
             self.__exit__()
             raise
         return self

@@ -17,8 +17,9 @@ from test_export_broken import renamed
 from spec.cli import main as cli
 from spec.data.prompts import Prompt, read_prompts
 from spec.dflash.fp8 import Quantization
-from spec.export.engine_runs import Plain, Plan, measure, run_plain
+from spec.export.engine_runs import Plain, measure, run_plain
 from spec.export.fp8 import quantize_draft
+from spec.export.plan import Plan
 from spec.export.verify import Verification, verify
 from spec.target.engine import Engine, EngineError, Launch, free_port
 

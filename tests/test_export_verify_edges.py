@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from spec.export import engine_runs
-from spec.export.engine_runs import Ours, Plan
+from spec.export.engine_runs import Ours
 from spec.export.findings import Finding
+from spec.export.plan import Plan
 from spec.export.verify import _few, _without_secrets, verify
 from spec.target.engine import Answer, EngineError
 
