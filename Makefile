@@ -1,4 +1,4 @@
-# make install | quickstart | engine | test | check | format | clean
+# make install | quickstart | engine | test | fast | check | format | clean
 #
 # PYTHON   interpreter that makes the environment (3.11 or newer)
 # MINUTES  length of the quickstart in minutes, a third of it for the target's answers; empty: 15
@@ -22,7 +22,7 @@ export TOKENIZERS_PARALLELISM := false
 
 minutes = $(shell awk 'BEGIN { print $(MINUTES) * $(1) }')
 
-.PHONY: install quickstart engine test check format clean
+.PHONY: install quickstart engine test fast check format clean
 
 install: $(STAMP)
 
@@ -47,12 +47,15 @@ $(ENGINE_STAMP): $(shell find tests/sglang_cpu -type f -not -path '*/__pycache__
 	tests/sglang_cpu/install.sh $(ENGINE) $(PYTHON)
 	touch $@
 
-# Fast tests first: a mistake shows within seconds, not after the long runs. Those two at a time, a file
-# a process, since a file's tests share what they train or start.
+# Fast tests first: a mistake shows within seconds, not after the long runs; the engine's environment is
+# built beside them. Then the slow ones two at a time, a file a process, since a file's tests share what
+# they train or start.
 test: install
+	$(MAKE) --no-print-directory -j 2 fast engine
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 15 -m slow
+
+fast: install
 	$(BIN)/python -m pytest -q -m "not slow"
-	$(MAKE) engine
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 check: install
 	$(BIN)/ruff format --check $(FOLDERS)

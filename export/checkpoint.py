@@ -14,8 +14,8 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..dflash.config import DFlashConfig, read_config
-from ..dflash.draft import rope_frequencies
 from ..dflash.files import PROVENANCE, check_tensors, check_values, read_weights
+from ..dflash.layers import rope_frequencies
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
 from ..eval.report import REPORT
