@@ -19,7 +19,8 @@ from spec.export.verify import Verification, verify, write_verification
 
 HEAD = (
     "| drafter | setting | passed | single | batched | cached | text as plain | "
-    "acceptance length, engine | ours |\n|---|---|---|---:|---:|---:|---:|---:|---:|"
+    "acceptance length, engine | ours | answers that are ours | their length, engine / ours |\n"
+    "|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -37,6 +38,15 @@ def row(name: str, setting: str, result: Verification) -> str:
     ours = f"{result.passes[0].acceptance_length_ours:.3f}" if result.passes else "-"
     passed = "yes" if result.passed else "no"
     cells = [name, setting, passed, *equal, f"{text} of {requests}", " / ".join(lengths), ours]
+    # In bfloat16 an answer may leave ours at a near-tie; lengths compare where it did not.
+    kept = [p for p in result.passes if p.num_our_text]
+    cells.append(" / ".join(str(p.num_our_text) for p in result.passes))
+    cells.append(
+        ", ".join(
+            f"{p.acceptance_length_same_text:.3f} / {p.acceptance_length_same_text_ours:.3f}"
+            for p in kept
+        )
+    )
     return "| " + " | ".join(cells) + " |"
 
 

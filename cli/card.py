@@ -67,4 +67,4 @@ def leave_card(directory: Path, *, of: Path | None = None) -> None:
     try:
         write_card(directory, license=None if of is None else stated_license(of / CARD))
     except (ValueError, OSError) as error:
-        warnings.warn(f"no card: {error}; spec card {directory} writes it", stacklevel=2)
+        warnings.warn(f"no card: {error}; spec card {directory} then writes it", stacklevel=2)

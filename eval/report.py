@@ -26,6 +26,7 @@ from ..data.jsonl import atomic_file
 from ..data.messages import BadMessages
 from ..data.prompts import Prompt, encode_prompt
 from ..dspark.schedule import Schedule
+from ..target.files import target_revision
 from ..target.generate import max_positions
 from ..target.model import Target
 from ..target.sampling import GREEDY, Sampling
@@ -120,6 +121,7 @@ def evaluate(
     return {
         "schema": SCHEMA,
         "target": target.name,
+        "target_revision": target_revision(target.path) if target.path.is_dir() else None,
         "draft": draft_name,
         "engine": ENGINE,
         "algorithm": drafter.algorithm,

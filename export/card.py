@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ..data.jsonl import atomic_file
-from ..dflash.files import PROVENANCE, read_provenance
+from ..dflash.files import PROVENANCE, read_provenance, stated
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
 from ..eval.report import REPORT, Report
@@ -174,8 +174,7 @@ def _public_record(directory: Path) -> dict[str, Any]:
 
 def _target(record: dict[str, Any], subject: Subject) -> str | None:
     """What spec.json, or vLLM's layout, calls the target; None where neither does."""
-    stated = record.get("target")
-    name = stated.get("name") if isinstance(stated, dict) else None
+    name = stated(record, "target", "name")
     if name is None:
         nested = subject.data.get("speculators_config")
         named = nested.get("verifier") if isinstance(nested, dict) else None
@@ -195,17 +194,18 @@ def _reports(
     comes apart. Nobody asked for spec.json's, so one that says too little is as if not recorded.
     """
     found: list[Report] = []
+    made_for = {"target": target, "revision": stated(record, "target", "revision")}
     for path in paths:
         try:
             read = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is no JSON ({error}); expected a report.json") from None
-        report = public(check_report(read, str(path), facts, target))
+        report = public(check_report(read, str(path), facts, **made_for))
         if report not in found:
             found.append(report)
     try:
         own = record.get("acceptance_report")
-        own = check_report(own, "spec.json's acceptance_report", facts, target)
+        own = check_report(own, "spec.json's acceptance_report", facts, **made_for)
     except ValueError:
         return tuple(found), None
     if record.get("quantization"):

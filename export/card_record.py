@@ -52,6 +52,7 @@ REPORT: dict[Any, Any] = {
     **COMPARED,
     "algorithm": TEXT,
     "target": TEXT,
+    "target_revision": TEXT,
     "engine": TEXT,
     "dtype": TEXT,
     "temperature": NUMBER,
@@ -62,7 +63,7 @@ REPORT: dict[Any, Any] = {
     "max_new_tokens": WHOLE,
     "comparisons": [COMPARED],
 }
-OPTIONAL = ("schedule", "comparisons")  # of a report; the rest has to be there
+OPTIONAL = ("schedule", "comparisons", "target_revision")  # of a report; the rest has to be there
 MAY_BE_NULL = ("acceptance_length", "acceptance_length_ci95", "acceptance_rate", "equal_to_plain")
 
 # Where a path of some machine begins; hub ids, fractions and addresses have no such place.
@@ -114,8 +115,18 @@ def check_record(record: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: {wrong}; restore it, or take it away")
 
 
-def check_report(report: Any, where: str, drafter: dict[str, Any], target: str | None) -> Report:
-    """A report that is whole and this drafter's, going by `check`'s facts; ValueError otherwise."""
+def check_report(
+    report: Any,
+    where: str,
+    drafter: dict[str, Any],
+    *,
+    target: str | None,
+    revision: str | None,
+) -> Report:
+    """A report that is whole and this drafter's, going by `check`'s facts; ValueError otherwise.
+
+    `target` and `revision` are what the drafter's files call its target.
+    """
     groups = report.get("groups") if isinstance(report, dict) else None
     if not isinstance(groups, dict) or "all" not in groups or report.get("schema") != SCHEMA:
         raise ValueError(f"{where}: no acceptance report; expected the report.json of `spec eval`")
@@ -134,8 +145,9 @@ def check_report(report: Any, where: str, drafter: dict[str, Any], target: str |
                 f"{where} is of another drafter: its {key} is {report[key]}, this one's is "
                 f"{value}; give a report of this drafter"
             )
-    # The same model may be a hub id in one place and a directory in the other.
-    if target and public(report["target"]).split("/")[-1] != target.split("/")[-1]:
+    # One model may be a hub id here, a directory there, and a directory of another name elsewhere.
+    same = revision is not None and report.get("target_revision") == revision
+    if not same and target and public(report["target"]).split("/")[-1] != target.split("/")[-1]:
         raise ValueError(
             f"{where} is of another target: {public(report['target'])}, this drafter's is "
             f"{target}; give a report of this drafter with its own target"

@@ -82,6 +82,6 @@ def test_a_hand_written_card_stays_with_a_note(
 def test_a_card_that_cannot_be_made_fails_no_verb(draft: Path, tmp_path: Path) -> None:
     (draft / "spec.json").write_text("{")
     out = tmp_path / "made"
-    with pytest.warns(UserWarning, match=rf"no card: .*is no JSON.*spec card {out} writes it"):
+    with pytest.warns(UserWarning, match=rf"no card: .*is no JSON.*spec card {out} then writes it"):
         shown = run("export", "-d", draft, "--to", "sglang", "-o", out)
     assert f"wrote {out}: read back equal" in shown and not (out / "README.md").exists()

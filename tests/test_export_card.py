@@ -319,6 +319,19 @@ def test_a_report_of_another_drafter_is_refused(dflash: Path, tmp_path: Path) ->
         make_card(dflash, reports=[path])
 
 
+def test_a_report_of_the_same_target_under_another_name_is_its_own(
+    dflash: Path, tmp_path: Path
+) -> None:
+    """A run calls the target it made `tiny`; a verb that is given its directory, `target`."""
+    revision = RECORD["target"]["revision"]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report("dflash", 3, target="target", target_revision=revision)))
+    assert "2.50" in make_card(dflash, reports=[path]).text
+    path.write_text(json.dumps(report("dflash", 3, target="target", target_revision="another")))
+    with pytest.raises(ValueError, match="is of another target: target, this"):
+        make_card(dflash, reports=[path])
+
+
 def test_a_report_of_spec_json_that_says_too_little_is_as_if_not_recorded(dflash: Path) -> None:
     own = report("dflash", 3)
     del own["schedule"]  # as older runs wrote it
