@@ -38,7 +38,9 @@ def verify(
     ),
     dtype: Annotated[
         Dtype,
-        typer.Option(help="float32: histograms have to be equal; bfloat16: lengths within."),
+        typer.Option(
+            help="float32: histograms have to be equal; bfloat16: lengths within --tolerance."
+        ),
     ] = Plan.dtype,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Share of the acceptance length, in bfloat16 or FP8.")

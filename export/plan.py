@@ -22,7 +22,7 @@ class Plan:
     tensor_parallel: int = 1
     max_new_tokens: int = 64
     tolerance: float = 0.01  # of the acceptance length, in bfloat16 or of an FP8 drafter
-    timeout: float = 600.0  # seconds for the engine to start, and for a pass
+    timeout: float = 600.0  # seconds for the engine to start, and for each request
     engine_arguments: tuple[str, ...] = ()
     check_first: bool = True
     probe: bool = True

@@ -100,7 +100,12 @@ def find_recipe(name: str | Path, folder: Path = SHIPPED) -> Path:
     if path.parent in (Path("."), from_root) and shipped.is_file():
         return shipped
     known = ", ".join(sorted(file.name.removesuffix(".yaml") for file in folder.glob("*.yaml")))
-    raise ValueError(f"no recipe {str(name)!r}: give the path of a YAML file or one of {known}")
+    others = [file.parent for file in SHIPPED.rglob("*.yaml") if file.name == shipped.name]
+    verb = "train" if SHIPPED in others else "serve"
+    hint = f" (it is a recipe of `spec {verb}`)" if others else ""
+    raise ValueError(
+        f"no recipe {str(name)!r}{hint}: give the path of a YAML file or one of {known}"
+    )
 
 
 def known_keys(model: type[BaseModel] = Recipe, prefix: str = "") -> list[str]:
@@ -125,7 +130,8 @@ def set_key(data: dict[str, Any], override: str, keys: list[str]) -> str:
     """Apply one `a.b=value` and tell the key. Raises ValueError for a key that is not known."""
     key, found, text = override.partition("=")
     if not found or not key:
-        raise ValueError(f"override {override!r} is not key=value, for example train.steps=100")
+        shown = key if key in keys else "section.key"
+        raise ValueError(f"override {override!r} is not key=value; write {shown}=VALUE")
     if key not in keys:
         raise ValueError(f"unknown key {key!r}{_nearest(key, keys)}")
     *parents, last = key.split(".")

@@ -53,7 +53,7 @@ def test_a_resolved_recipe_reads_back_as_itself(recipe_file: Path, tmp_path: Pat
         ("data.rows=[]", "name at least one source of rows"),
         ("target.make=tiny", "not both"),
         ("train.steps=null", "exactly one"),
-        ("train.steps", "not key=value"),
+        ("train.steps", "not key=value; write train.steps=VALUE"),
     ],
 )
 def test_mistakes_are_named(recipe_file: Path, override: str, message: str) -> None:

@@ -41,6 +41,8 @@ def test_found_by_name_path_and_from_the_root(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("target: {path: a/b}\ndraft: {path: c/d}\nsmoke: {floor: 1.5}\n")
     assert load_serve_recipe(own).smoke.floor == 1.5
+    with pytest.raises(ValueError, match=r"no recipe 'tiny' \(it is a recipe of `spec train`\)"):
+        find_recipe("tiny", SHIPPED_SERVE)
     with pytest.raises(ValueError, match=r"no recipe 'kimi': .* kimi-k2.6-b200-tp4, "):
         load_serve_recipe("kimi")
 
