@@ -21,8 +21,13 @@ from ..eval.acceptance import Rounds, measure, of_histogram
 from ..eval.decode import Decoded
 from ..target.engine import Answer, EngineError
 
-# Largest relative error (root of the mean square) of a layer's features by dtype of the target.
-FEATURE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+# Largest relative error of a layer's features at the median token, by dtype of the target. What
+# bfloat16 does to SmolLM2-135M (30 layers, 368 tokens, beside the same weights in float32): at most
+# 1.4e-2 at the median of a layer, 3.1e-2 at the 95th percentile, 8.3e-2 at the worst token; two
+# implementations that round independently differ by 1.4 times that. Neighbouring layers: 0.22.
+FEATURE_TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
+TAIL = 0.95  # of the tokens have to be within
+TAIL_TOLERANCE = 3.0  # times that
 SHOWN = 5  # requests that differ, listed with their histograms
 
 
@@ -31,8 +36,9 @@ class LayerMatch:
     """One captured layer: how far the engine's is from ours, and which of ours it resembles."""
 
     layer_id: int
-    error: float
-    nearest_layer: int  # -1 is the embedding
+    error: float  # relative, of the median token
+    error_tail: float  # of the token at the 95th percentile
+    nearest_layer: int  # by `error`; -1 is the embedding
     nearest_error: float
 
     def to_json(self) -> dict[str, Any]:
@@ -49,6 +55,9 @@ class PassResult:
     num_equal_text: int  # to plain decoding
     num_equal_histogram: int  # to ours
     num_our_text: int  # answers equal to ours, plain or not
+    num_our_text_plain: int  # of the engine's plain answers
+    num_shared_tokens: int  # of the answers, before they part from ours
+    num_shared_tokens_plain: int
     cached_tokens: int
     histogram: list[int]  # rounds by number of accepted drafts, summed
     histogram_ours: list[int]
@@ -75,13 +84,13 @@ def compare_pass(
     """Set R answers of the engine beside R plain ones of the engine and R of our own."""
     theirs = [padded(answer.histogram, num_draft_tokens) for answer in answers]
     own = [histogram(decoded, num_draft_tokens) for decoded in ours]
-    same = [a.output_ids == list(d.output_ids) for a, d in zip(answers, ours, strict=True)]
+    texts = [list(d.output_ids) for d in ours]
+    same = [a.output_ids == text for a, text in zip(answers, texts, strict=True)]
     different = [
         {"request": i, "histogram": t, "histogram_ours": o, "same_text": equal}
         for i, (t, o, equal) in enumerate(zip(theirs, own, same, strict=True))
         if t != o
     ]
-    texts = zip(answers, plain, strict=True)
     kept = [i for i, equal in enumerate(same) if equal]
     (length, survival), (length_ours, survival_ours) = (
         of_histogram(_total(histograms)) for histograms in (theirs, own)
@@ -90,9 +99,14 @@ def compare_pass(
     return PassResult(
         name=name,
         num_requests=len(answers),
-        num_equal_text=sum(a.output_ids == list(ids) for a, ids in texts),
+        num_equal_text=sum(
+            a.output_ids == list(ids) for a, ids in zip(answers, plain, strict=True)
+        ),
         num_equal_histogram=len(answers) - len(different),
         num_our_text=len(kept),
+        num_our_text_plain=sum(list(a) == b for a, b in zip(plain, texts, strict=True)),
+        num_shared_tokens=sum(map(_shared, [a.output_ids for a in answers], texts)),
+        num_shared_tokens_plain=sum(map(_shared, plain, texts)),
         cached_tokens=sum(int(a.meta.get("cached_tokens") or 0) for a in answers),
         histogram=_total(theirs),
         histogram_ours=_total(own),
@@ -104,6 +118,12 @@ def compare_pass(
         survival_at_ours=survival_ours,
         different=different,
     )
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens before two texts part."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
 def histogram(decoded: Decoded, num_draft_tokens: int) -> list[int]:
@@ -141,17 +161,23 @@ def compare_features(
     for i, layer_id in enumerate(layer_ids):
         captured = torch.cat([parts[i] for parts in slices]).float()
         errors = [
-            _relative_error(captured, torch.cat([own[row] for own in ours]).float())
+            relative_errors(captured, torch.cat([own[row] for own in ours]).float())
             for row in range(len(ours[0]))
         ]
-        nearest = int(np.argmin(np.nan_to_num(errors, nan=np.inf)))
-        matches.append(LayerMatch(layer_id, errors[layer_id + 1], nearest - 1, errors[nearest]))
+        medians = [float(each.quantile(0.5)) for each in errors]
+        tail = float(errors[layer_id + 1].quantile(TAIL))
+        nearest = int(np.argmin(np.nan_to_num(medians, nan=np.inf)))
+        stated = medians[layer_id + 1]
+        matches.append(LayerMatch(layer_id, stated, tail, nearest - 1, medians[nearest]))
     return matches
 
 
-def _relative_error(a: Tensor, b: Tensor) -> float:
-    """Root mean square of the difference, over that of `b`."""
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+def relative_errors(a: Tensor, b: Tensor) -> Tensor:
+    """[T]: the size of each token's difference, over that of its row of `b`.
+
+    Token by token: an attention sink is a hundred times the others and would hide them in one norm.
+    """
+    return (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)
 
 
 def acceptance(ours: Sequence[Decoded], num_draft_tokens: int) -> float:
