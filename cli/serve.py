@@ -13,7 +13,7 @@ from .export import finding_lines
 if TYPE_CHECKING:
     from ..serve.models import Models
     from ..serve.recipe import ServeRecipe
-    from ..target.engine import Launch
+    from ..target.launch import Launch
 
 EXAMPLE = (
     "Example: `spec serve -r qwen3-8b --python /opt/sglang/bin/python draft.path=./drafter "

@@ -20,7 +20,8 @@ from ..eval.decode import Decoded, speculate
 from ..eval.drafter import NetworkDrafter
 from ..eval.report import encode_groups
 from ..recipes.algorithms import algorithm_of, load_draft
-from ..target.engine import Answer, Engine, EngineError, Launch, cpu_launch, free_port
+from ..target.engine import Answer, Engine, EngineError, free_port
+from ..target.launch import Launch, cpu_launch
 from ..target.model import Target
 from .counts import sglang_options
 from .parity import PassResult, compare_pass

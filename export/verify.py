@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +22,7 @@ from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt
 from ..dflash.files import read_provenance
 from ..target.engine import EngineError
+from ..target.launch import without_secrets
 from .check import check
 from .diagnosis import diagnose_drafter, diagnose_features, diagnose_passes
 from .engine_runs import PASSES, Ours, Plain, Tell, measure, run_passes, run_plain
@@ -35,7 +35,6 @@ SCHEMA = 1
 REPORT = "verify.json"
 MAX_TOLERANCE = 0.2
 FEW_PROMPTS = 10
-SECRET = re.compile(r"key|token$|password|secret", re.I)
 NOTHING_CACHED = defect(
     "no token came from the prefix cache in the pass that asks again",
     "serve without --disable-radix-cache and with room for the prompts",
@@ -164,18 +163,6 @@ def _few(ours: Ours) -> list[Finding]:
     ]
 
 
-def _without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The engine's arguments, the values of keys and passwords masked."""
-    shown: list[str] = []
-    hide = False
-    for word in arguments:
-        name, _, value = word.partition("=")
-        secret = word.startswith("--") and SECRET.search(name) is not None
-        shown.append("***" if hide else f"{name}=***" if secret and value else word)
-        hide = secret and not value
-    return shown
-
-
 def _facts(plan: Plan) -> dict[str, Any]:
     return {
         "draft": plan.name,
@@ -185,7 +172,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "device": plan.device,
         "tensor_parallel": plan.tensor_parallel,
         "max_new_tokens": plan.max_new_tokens,
-        "engine_arguments": _without_secrets(plan.engine_arguments),
+        "engine_arguments": without_secrets(plan.engine_arguments),
         "stop_tokens": "ignored",
         "bonus_token_counted": True,
     }

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ..export.findings import Finding
 from ..recipes.schema import Algorithm
+from ..target.launch import without_secrets
 from .findings import defect, warning
 from .recipe import ServeRecipe
 
@@ -60,6 +61,7 @@ KEYS = {
 }
 # Refused by the engine, or worse: (why, for which algorithms).
 BOTH: tuple[Algorithm, ...] = ("dflash", "dspark")
+WITHOUT_TLS = "our own requests to the engine are plain HTTP; put TLS in front of it"
 REFUSED: dict[str, tuple[str, tuple[Algorithm, ...]]] = {
     "--disaggregation-decode-enable-radix-cache": (
         "the engine refuses a decode server with a radix cache beside DFLASH",
@@ -87,6 +89,8 @@ REFUSED: dict[str, tuple[str, tuple[Algorithm, ...]]] = {
     ),
     "--enable-watermark": ("the engine refuses watermarks beside these drafters", BOTH),
     "--config": ("the options of that file are seen by none of our checks", BOTH),
+    "--ssl-certfile": (WITHOUT_TLS, BOTH),
+    "--ssl-keyfile": (WITHOUT_TLS, BOTH),
     "--": ("the engine takes no words behind it", BOTH),
 }
 # Taken without an error and then not used.
@@ -129,7 +133,7 @@ def examine_arguments(recipe: ServeRecipe) -> Iterator[Finding]:
         name = full_name(word, known)
         if word.startswith("--") and " " in word.partition("=")[0]:
             yield defect(
-                f"engine.arguments has {word!r} as one word",
+                f"engine.arguments has {' '.join(without_secrets(word.split()))!r} as one word",
                 "write each word as an entry: [--page-size, '64']",
             )
         elif name in KEYS:

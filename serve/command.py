@@ -1,7 +1,7 @@
 """From a serving recipe to SGLang's exact command line."""
 
 from ..export.counts import sglang_options
-from ..target.engine import Launch, cpu_launch
+from ..target.launch import Launch, cpu_launch
 from .models import Models
 from .recipe import EngineSection, HiCacheSection, ServeRecipe
 

@@ -4,9 +4,11 @@ Each rule yields findings as `spec check` does: a defect would be served wrongly
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+from ..dflash.fp8 import Quantization
 from ..export.findings import Finding, by_severity
-from ..target.engine import SIMULATED
+from ..target.launch import SIMULATED
 from .arguments import examine_arguments
 from .command import num_draft_tokens
 from .findings import defect, warning
@@ -22,15 +24,15 @@ OWN_DRAFTER = "give the drafter that was trained for this target"
 def examine(recipe: ServeRecipe, models: Models) -> list[Finding]:
     """All findings, the worst first."""
     rules = (_drafter, _algorithm, _counts, _layers, _quantization, _context)
-    rules += (_parallel, _backends, _modes)
+    rules += (_parallel, _draft_ranks, _backends, _modes)
     found = [each for rule in rules for each in rule(recipe, models)]
     return by_severity([*found, *examine_arguments(recipe), *models.absent])
 
 
 def _drafter(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
-    """What `spec check` says of the directory, for SGLang."""
+    """What `spec check` says of the directory, for SGLang: what only we cannot read is served."""
     if models.draft is not None:
-        yield from models.draft.findings
+        yield from (each for each in models.draft.findings if each.engine != "spec")
 
 
 def _algorithm(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
@@ -137,20 +139,52 @@ def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
             f"{ranks // groups} ranks do not divide the target's {heads} attention heads",
             "give an engine.tensor_parallel that does",
         )
-    own, shared = (
-        models.draft_shape.get(key) for key in ("num_attention_heads", "num_key_value_heads")
-    )
-    if type(own) is int and own % ranks:
-        yield defect(
-            f"engine.tensor_parallel {ranks} does not divide the drafter's {own} attention heads",
-            "give one that does",
+
+
+def _draft_ranks(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
+    """The engine shares the drafter out to the ranks of one attention group, not to all of them."""
+    engine, shape = recipe.engine, models.draft_shape
+    ranks, rest = divmod(engine.tensor_parallel, engine.attention_data_parallel)
+    if rest:
+        return  # of that there is a finding
+    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    heads, shared, inner = (n if type(n := shape.get(key)) is int else 0 for key in keys)
+    uneven = [
+        f"{ranks} ranks do not divide the drafter's {what}"
+        for number, what in (
+            (heads, f"{heads} attention heads"),
+            (inner, f"intermediate_size {inner}"),
         )
-    elif type(shared) is int and shared > 0 and shared % ranks and ranks % shared:
-        yield defect(
-            f"engine.tensor_parallel {ranks} fits the drafter's {shared} key-value heads neither "
-            "way: expected a divisor or a multiple",
-            "give one that does",
+        if number % ranks
+    ]
+    if shared > 0 and shared % ranks and ranks % shared:
+        uneven.append(
+            f"{ranks} ranks fit the drafter's {shared} key-value heads neither way: expected a "
+            "divisor or a multiple"
         )
+    for what in uneven:
+        yield defect(what, "give an engine.tensor_parallel that does")
+    if not uneven and ranks > 1 and (split := _split_blocks(shape, ranks)):
+        yield defect(
+            f"on each of {ranks} ranks of the drafter {split}",
+            "give a smaller engine.tensor_parallel, or that other scheme",
+        )
+
+
+def _split_blocks(shape: dict[str, Any], ranks: int) -> str | None:
+    """Why the engine refuses a rank's share of FP8 blocks, which it learns while loading only."""
+    try:
+        quantization = Quantization.from_json(shape.get("quantization_config"), "config.json")
+        heads, shared = shape["num_attention_heads"], shape["num_key_value_heads"]
+        head_dim, hidden = shape["head_dim"], shape["hidden_size"]
+        return quantization and quantization.obstacle(
+            hidden=hidden,
+            heads=heads // ranks * head_dim,
+            kv_heads=max(shared // ranks, 1) * head_dim,
+            inner=shape["intermediate_size"] // ranks,
+        )
+    except (ValueError, KeyError, TypeError):
+        return None  # `spec check` tells what is wrong with such a config.json
 
 
 def _backends(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:

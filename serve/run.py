@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from ..target.engine import Engine, Launch, ends_in_order
+from ..target.engine import Engine, ends_in_order
+from ..target.launch import Launch
 from .recipe import ServeRecipe
 from .smoke import smoke
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..target.engine import Launch, environment
+from ..target.launch import Launch, environment
 from .recipe import EngineSection
 
 SCRIPT = Path(__file__).parent / "server_args.py"
 TIMEOUT = 300.0  # seconds; importing the engine takes most of them
-# Makes the engine believe in a CPU platform whatever --device says; and no hub, no download.
-NOT_FOR_CUDA = "SGLANG_USE_CPU_ENGINE"
 # What the engine makes of the command, and the option that says it.
 TAKEN = {
     "model_path": "--model-path",
@@ -23,6 +21,7 @@ TAKEN = {
     "draft_model_path": "--speculative-draft-model-path",
 }
 THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
+# No hub, no download.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
@@ -50,9 +49,6 @@ def validate(launch: Launch, quantization: str | None, engine: EngineSection) ->
 
     Raises ValueError where that interpreter has no such engine.
     """
-    own = environment({**OFFLINE, **launch.environment})
-    if engine.device != "cpu":
-        own.pop(NOT_FOR_CUDA, None)
     address = ("--host", launch.host, "--port", str(launch.port))
     asked = json.dumps({"arguments": [*launch.arguments, *address], "gpu": engine.gpu})
     try:
@@ -62,7 +58,7 @@ def validate(launch: Launch, quantization: str | None, engine: EngineSection) ->
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
-            env=own,
+            env=environment({**OFFLINE, **launch.environment}),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _mute(launch, error) from None

@@ -12,7 +12,6 @@ import http.client
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -24,54 +23,24 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TextIO
 
-HOST = "127.0.0.1"
+from .launch import HOST, Launch, environment, value_of
+
 # `/health` answers before the warm-up request has run; this line does not come before.
 READY = "The server is fired up and ready to roll!"
 GRACE = 10.0  # seconds between asking the engine to end and ending it
-# Of our interpreter; in the engine's they would make it import our packages.
-NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-SIMULATED = "SGLANG_SIMULATE_"  # variables with which the engine makes its figures up
+ADMINISTERED = "/flush_cache"  # asks for --admin-api-key where the server has one
 ERROR_LINE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*")
-# What works without a GPU; the attention and sampling that need no kernels.
-CPU_ARGUMENTS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--max-total-tokens", "8192"),
-)
-CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 
 
 class EngineError(ValueError):
     """The engine did not start, ended, or refused a request; one line with its own words."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How to start a server: `python -m sglang.launch_server` with these arguments."""
-
-    python: str  # of the engine's environment
-    arguments: tuple[str, ...]  # without host and port
-    environment: Mapping[str, str] = field(default_factory=dict)  # on top of ours
-    host: str = HOST
-    port: int = 30000
-
-    @property
-    def command(self) -> list[str]:
-        address = ("--host", self.host, "--port", str(self.port))
-        return [self.python, "-m", "sglang.launch_server", *self.arguments, *address]
-
-    def shell(self) -> str:
-        """The command as it can be pasted into a shell, one option a line."""
-        words = [shlex.quote(word) for word in self.command]
-        breaks = [" \\\n  " if word.startswith("--") else " " for word in words]
-        named = [f"{key}={shlex.quote(value)} " for key, value in sorted(self.environment.items())]
-        return "".join(named) + "".join(b + w for b, w in zip(breaks, words, strict=True))[1:]
 
 
 @dataclass(frozen=True)
@@ -102,6 +71,8 @@ class Engine:
         echo: Callable[[str], None] | None = None,
     ) -> None:
         self.launch = launch
+        self._key = _key(launch, "--api-key")
+        self._admin_key = _key(launch, "--admin-api-key") or self._key
         self.log = log
         self.timeout = timeout
         self._echo = echo
@@ -219,6 +190,9 @@ class Engine:
     def _ask(self, request: urllib.request.Request, timeout: float) -> Any:
         # No proxy of the environment stands between us and our own process.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        key = self._admin_key if request.selector.startswith(ADMINISTERED) else self._key
+        if key is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
         try:
             with opener.open(request, timeout=timeout) as response:
                 body = response.read().decode()
@@ -287,12 +261,6 @@ def histogram_of(details: Mapping[str, Any]) -> list[int]:
     return counts
 
 
-def cpu_launch(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Arguments and environment of a server without a GPU; each of several ranks gets a core."""
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}
-    return CPU_ARGUMENTS, CPU_ENVIRONMENT | (cores if ranks > 1 else {})
-
-
 @contextmanager
 def ends_in_order() -> Iterator[None]:
     """A signal leaves the block once; more of them do not interrupt what ends the engine."""
@@ -312,21 +280,22 @@ def ends_in_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Our environment for another interpreter, with `more` on top."""
-    kept = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in NOT_INHERITED and not key.startswith(SIMULATED)
-    }
-    return kept | dict(more)
-
-
 def free_port() -> int:
     """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
+
+
+def _key(launch: Launch, option: str) -> str | None:
+    """The server's key under this option. Raises EngineError for one that no request can carry."""
+    key = value_of(option, launch.arguments)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise EngineError(
+            f"the value of {option} has a line break or a letter that is not ASCII, which no "
+            "request's header can carry; give another key"
+        )
+    return key or None
 
 
 def _answer(entry: Any) -> Answer:

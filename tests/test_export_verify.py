@@ -21,7 +21,8 @@ from spec.export.engine_runs import Plain, measure, run_plain
 from spec.export.fp8 import quantize_draft
 from spec.export.plan import Plan
 from spec.export.verify import Verification, verify
-from spec.target.engine import Engine, EngineError, Launch, free_port
+from spec.target.engine import Engine, EngineError, free_port
+from spec.target.launch import Launch
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -19,6 +19,8 @@ from spec.serve.arguments import check_arguments, full_name
         (["--tensor_parallel_size", "2"], r"\(that is --tensor-parallel-size\).*from --tp"),
         (["--speculative-accept-threshold-acc", "0.5"], "no longer the target's"),
         (["--speculative-accept-threshold-si=0.1"], "no longer the target's"),
+        (["--ssl-certfile", "c.pem"], "put TLS in front of it"),
+        (["--ssl-keyf=k.pem"], r"\(that is --ssl-keyfile\).*put TLS in front of it"),
         (["--config", "c.yaml"], "seen by none of our checks"),
     ],
 )
@@ -29,6 +31,7 @@ def test_what_verify_writes_itself_or_must_not_be(words: list[str], message: str
 
 def test_what_verify_passes_on() -> None:
     check_arguments(["--mem-fraction-static", "0.6", "--attention-backend", "fa4", "--page-size=1"])
+    check_arguments(["--api-key", "k", "--admin-api-key=k"])
     check_arguments(["--quantization", "modelopt_fp4", "--speculative-draft-window-size", "64"])
     check_arguments(["--disaggregation-decode-enable-radix-cache", "--speculative-adaptive"])
 

@@ -7,6 +7,7 @@ import pytest
 from serve_models import BLOCKS, QWEN3, drafter, recipe, target
 from toy_drafter import edit
 
+from spec.dflash.fp8 import Quantization
 from spec.export.findings import Finding
 from spec.serve.models import look_at_models, read_shape
 from spec.serve.recipe import ServeRecipe
@@ -68,6 +69,16 @@ def test_a_directory_that_does_not_exist(pair: tuple[Path, Path], tmp_path: Path
 def test_findings_of_spec_check_come_along(pair: tuple[Path, Path]) -> None:
     edit(pair[1], dtype="float16")
     assert "says dtype float16, the weights are F32" in only(recipe(*pair), "defect")
+
+
+def test_what_only_our_tools_cannot_read_is_served(pair: tuple[Path, Path]) -> None:
+    edit(pair[1], layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    asked = recipe(*pair)
+    models = look_at_models(asked)
+    assert models.draft is not None
+    assert "spec" in {each.engine for each in models.draft.findings}
+    assert {each.engine for each in examine(asked, models)} <= {"all", "SGLang"}
+    assert findings(asked) == []
 
 
 def test_algorithm(pair: tuple[Path, Path]) -> None:
@@ -150,13 +161,61 @@ def test_context_longer_than_the_drafter_s(pair: tuple[Path, Path], tmp_path: Pa
         ({"pipeline_parallel": 2}, "pipeline_parallel is 2; drafters need 1"),
         ({"tensor_parallel": 4, "attention_data_parallel": 3}, "3 does not divide"),
         ({"tensor_parallel": 3}, "3 ranks do not divide the target's 4 attention heads"),
-        ({"tensor_parallel": 8, "attention_data_parallel": 2}, "drafter's 4 attention heads"),
+        ({"tensor_parallel": 8}, "8 ranks do not divide the drafter's 4 attention heads"),
+        ({"tensor_parallel": 32}, "32 ranks do not divide the drafter's intermediate_size 48"),
     ],
 )
 def test_parallel(engine: dict[str, Any], words: str, pair: tuple[Path, Path]) -> None:
     found = findings(recipe(*pair, engine=engine))
     assert found and words in " ".join(each.what for each in found)
     assert {each.severity for each in found} == {"defect"}
+
+
+def test_the_drafter_is_split_within_an_attention_group(pair: tuple[Path, Path]) -> None:
+    """Eight ranks in two groups: four for its four heads."""
+    engine = {"tensor_parallel": 8, "attention_data_parallel": 2}
+    assert findings(recipe(*pair, engine=engine)) == []
+
+
+BLOCK_WIDTHS: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 1280,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({}, 1, ""),
+        ({}, 2, ""),
+        ({}, 4, "the key-value heads' width is 64, intermediate_size is 320"),
+        ({"head_dim": 128}, 4, "intermediate_size is 320"),
+        ({"head_dim": 128}, 8, "intermediate_size is 160"),
+        ({"head_dim": 128, "intermediate_size": 1024}, 8, ""),
+        ({"num_key_value_heads": 8}, 8, "the attention heads' width is 64, the key-value"),
+    ],
+)
+def test_blocks_are_whole_on_each_rank(
+    changes: dict[str, Any], ranks: int, words: str, tmp_path: Path
+) -> None:
+    """1280 is ten blocks of 128: five a rank of two, two and a half of four."""
+    draft = drafter(tmp_path / "d", quantization=Quantization("block"), **BLOCK_WIDTHS | changes)
+    asked = recipe("some/target", draft, engine={"tensor_parallel": ranks})
+    if not words:
+        assert findings(asked) == []
+        return
+    assert f"on each of {ranks} ranks of the drafter {words}" in only(asked, "defect")
+    channel = drafter(tmp_path / "c", quantization=Quantization("channel"), **BLOCK_WIDTHS)
+    assert findings(recipe("some/target", channel, engine={"tensor_parallel": ranks})) == []
+
+
+def test_blocks_of_parts_that_are_not_quantized_may_be_split(tmp_path: Path) -> None:
+    kept = Quantization("block", kept=("gate_up", "down"))
+    draft = drafter(tmp_path / "d", quantization=kept, **BLOCK_WIDTHS | {"head_dim": 128})
+    assert findings(recipe("some/target", draft, engine={"tensor_parallel": 4})) == []
 
 
 def test_key_value_heads_fit_either_way(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -219,6 +278,8 @@ def test_files_of_dspark_without_their_mode(pair: tuple[Path, Path], tmp_path: P
         (["--speculative-adaptive"], "warning", "no effect: for EAGLE only"),
         (["--speculative-num-steps", "3"], "warning", "the engine sets it to 1"),
         (["--page-size 64"], "defect", "as one word"),
+        (["--api-key K"], "defect", "'--api-key ***' as one word"),
+        (["--ssl-certfile", "c.pem"], "defect", "put TLS in front of it"),
         (["--speculative-accept-threshold-si", "0.1"], "defect", "no longer the target's"),
         (["--speculative_accept_threshold_single=0"], "defect", "no longer the target's"),
         (["--speculative-algo", "NGRAM"], "defect", "(that is --speculative-algorithm)"),

@@ -8,7 +8,8 @@ import pytest
 
 from spec.serve.recipe import SmokeSection
 from spec.serve.smoke import SmokeResult, smoke
-from spec.target.engine import Engine, EngineError, Launch
+from spec.target.engine import Engine, EngineError
+from spec.target.launch import Launch
 
 
 class Talker(Engine):

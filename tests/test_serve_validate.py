@@ -29,13 +29,18 @@ def test_an_interpreter_without_the_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "kept"),
-    [({"device": "cpu"}, "1"), ({"device": "cuda"}, ""), ({"served_name": "cpu"}, "")],
+    [
+        ({"device": "cpu"}, "1"),
+        ({"device": "cuda"}, ""),
+        ({"served_name": "cpu"}, ""),
+        ({"environment": {"SGLANG_USE_CPU_ENGINE": "0"}}, "0"),  # as it starts
+    ],
 )
 def test_the_cpu_engine_is_for_the_cpu(
     engine: dict[str, Any], kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that is called cpu is not served on one."""
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "2")
     said = {"version": "1", "words": "engine: $SGLANG_USE_CPU_ENGINE", "resolved": {}, "gpu": None}
     answer = json.dumps(said).replace('"', '\\"')
     python = interpreter(tmp_path, "cat > /dev/null", f'echo "{answer}"')

@@ -15,12 +15,11 @@ from spec.target.engine import (
     Answer,
     Engine,
     EngineError,
-    Launch,
     ends_in_order,
-    environment,
     free_port,
     histogram_of,
 )
+from spec.target.launch import Launch
 
 CHILD = "sleep 600 & echo child $!"
 READY = "echo 'The server is fired up and ready to roll!'"
@@ -103,20 +102,35 @@ def test_an_answer_of_another_shape_is_refused(tmp_path: Path) -> None:
         running.generate([[1], [2]], max_new_tokens=1)
 
 
-def test_the_command_can_be_pasted() -> None:
-    launch = Launch("py", ("--model-path", "a b", "--tp-size", "2"), {"B": "0|1"}, port=7)
-    assert launch.shell() == (
-        "B='0|1' py -m sglang.launch_server \\\n  --model-path 'a b' \\\n  --tp-size 2 \\\n"
-        "  --host 127.0.0.1 \\\n  --port 7"
-    )
+@pytest.mark.parametrize("words", [("--api-key", "K"), ("--api-key=K",)])
+def test_a_server_with_a_key_is_asked_with_it(words: tuple[str, ...], tmp_path: Path) -> None:
+    """The one for what changes the server is another one, where it has two."""
+    launch = Launch(str(as_interpreter(tmp_path, [1])), words, port=free_port())
+    both = Launch(launch.python, (*words, "--admin-api-key=A"), port=free_port())
+    for each in (launch, both):
+        with Engine(each, log=tmp_path / "log", timeout=30) as running:
+            assert "meta_info" in running.post("/generate", {"temperature": 0.0})
+            running.forget_prefixes()
 
 
-def test_our_packages_do_not_leak_into_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "5")
-    assert "SGLANG_SIMULATE_ACC_LEN" not in environment({})
-    assert environment({"A": "1"}).items() >= {("A", "1")}
-    assert "PYTHONPATH" not in environment({}) and "PATH" in environment({})
+def test_a_key_that_no_request_can_carry(tmp_path: Path) -> None:
+    """Told before anything starts, and not shown."""
+    launch = Launch("/no/python", ("--api-key", "abc\n"))
+    with pytest.raises(EngineError, match="the value of --api-key has a line break") as refused:
+        Engine(launch, log=tmp_path / "log")
+    assert "abc" not in str(refused.value)
+
+
+@pytest.mark.parametrize("stated", [{}, {"SGLANG_RAGGED_VERIFY_MODE": "compact"}])
+def test_it_sees_the_modes_that_its_launch_states(
+    stated: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "cap-accept")
+    python = script(tmp_path, 'echo "mode $SGLANG_RAGGED_VERIFY_MODE."', READY, "sleep 600")
+    launch = Launch(python, (), stated, port=free_port())
+    with Engine(launch, log=tmp_path / "log", timeout=30):
+        said = (tmp_path / "log").read_text().splitlines()[0]
+    assert said == f"mode {stated.get('SGLANG_RAGGED_VERIFY_MODE', '')}."
 
 
 def test_a_histogram_that_is_absent_is_empty() -> None:
