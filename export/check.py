@@ -1,6 +1,6 @@
 """`spec check`: what a drafter directory is, and what would go wrong with it on which engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,27 @@ from ..dflash.config import read_config
 from ..dflash.files import weight_files
 from ..dspark.calibration import STS, read_sts
 from ..dspark.config import HEAD_KEYS, DSparkConfig
-from ..target.tensors import Stored, stored_tensors
+from ..target.tensors import stored_tensors
 from .check_config import check_config
-from .check_quantization import check_quantization, describe
+from .check_quantization import check_quantization, describe, tensor_parallel
 from .check_target import check_target
 from .check_trained import check_trained
-from .check_weights import EIGHT_BITS, broken_tensors, check_weights, is_scale
+from .check_weights import broken_tensors, check_weights
 from .counts import sglang_options
 from .findings import READERS, Engine, Finding, Subject, by_severity, defect, has_defect
-from .layouts import detect, parts_of, read_native
+from .layouts import Layout, detect, parts_of, read_native
+from .outline import is_scale, plain_tensors, with_markov
+from .quantization_config import EIGHT_BITS, KEYS, is_fp4, packed_projections, stated_quantization
 
 SLOTS = {
     False: "slot 0 (the anchor) drafts nothing, slot j the token at anchor + j",
     True: "slot j drafts the token at anchor + j + 1, the anchor's slot 0 too",
 }
+
+
+# What SGLang builds; of each, spec computes the first alone.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ACTIVATIONS = ("silu", "swigluoai")
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def check(directory: str | Path, *, target: str | None = None, engine: Engine = 
         findings = [defect(subject.refusal, "convert it where it was made, or train one anew")]
     else:
         findings = [*check_config(subject), *check_weights(subject), *check_quantization(subject)]
-        findings += [*check_trained(subject), *_sts(subject)]
+        findings += [*check_trained(subject), *_refused(subject), *_sts(subject)]
         findings += _unreadable(subject, findings)
     if target is not None:
         findings += check_target(subject, target)
@@ -65,7 +72,7 @@ def look_at(directory: Path, *, values: bool = True) -> Subject:
     layout = detect(data, where=where)
     native, refusal = data, None
     try:
-        native = layout.to_native(data, "config.json")
+        native = _to_native(layout, data)
     except ValueError as error:
         refusal = str(error)
     nested = native.get("dflash_config")
@@ -82,6 +89,13 @@ def look_at(directory: Path, *, values: bool = True) -> Subject:
     return Subject(directory, data, own, layout, labelled_dspark(data), tensors, broken, refusal)
 
 
+def _to_native(layout: Layout, data: dict[str, Any]) -> dict[str, Any]:
+    """The native config.json, also of a draft vocabulary, which has findings of its own."""
+    own = type(size := data.get("draft_vocab_size")) is int and size > 0
+    kept = {key: value for key, value in data.items() if not own or key != "draft_vocab_size"}
+    return layout.to_native(kept, "config.json")
+
+
 def labelled_dspark(data: dict[str, Any]) -> bool:
     """Whether a config.json that `detect` knows says that it is DSpark's."""
     if kind := data.get("speculators_model_type"):
@@ -95,9 +109,7 @@ def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
     if has_defect(each for each in findings if each.engine in ("all", "spec")):
         return []
     try:
-        # Of its quantization there are findings, and engines load more kinds than are read here.
-        data = {key: value for key, value in s.data.items() if key != "quantization_config"}
-        read_native(s.layout.to_native(data, "config.json"), "config.json")
+        read_native(_explained(s, _to_native(s.layout, s.data)), "config.json")
         weight_files(s.directory)
     except FileNotFoundError as error:
         return [defect(str(error), "give the file that name, as engines need not", "spec")]
@@ -107,6 +119,33 @@ def _unreadable(s: Subject, findings: list[Finding]) -> list[Finding]:
             return []
         return [defect(str(error), "correct config.json", "spec")]
     return []
+
+
+def _explained(s: Subject, native: dict[str, Any]) -> dict[str, Any]:
+    """The native config without what has findings of its own, though spec refuses it."""
+    # Of quantizations engines load more kinds, and from more keys, than are read here.
+    stated = {key: value for key, value in native.items() if key not in KEYS}
+    if s.is_dspark and s.own.get("confidence_head_with_markov") is None:
+        stated["confidence_head_with_markov"] = with_markov(s)
+    return stated
+
+
+def _refused(s: Subject) -> Iterator[Finding]:
+    """What SGLang stops at when it builds the drafter."""
+    kinds, act = s.own.get("layer_types"), s.own.get("hidden_act", "silu")
+    strange = [k for k in kinds if k not in LAYER_TYPES] if isinstance(kinds, list) else []
+    if strange:
+        yield defect(
+            f"layer_types has {strange[0]!r}, which SGLang refuses",
+            f"write what it was trained with ({', '.join(LAYER_TYPES)})",
+            "SGLang",
+        )
+    if act not in ACTIVATIONS:
+        yield defect(
+            f"hidden_act is {act!r}, which SGLang refuses",
+            f"write what it was trained with ({', '.join(ACTIVATIONS)})",
+            "SGLang",
+        )
 
 
 def _sts(s: Subject) -> list[Finding]:
@@ -132,7 +171,8 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
     """What the directory is, by its own words."""
     block, ids = s.whole("block_size"), s.layer_ids
     drafts = None if block is None else block - (0 if s.is_dspark else 1)
-    quantized = _quantized(s.tensors)
+    _, quantization = stated_quantization(s)
+    quantized = _quantized(s, quantization)
     dtypes: dict[str, int] = {}
     for stored in s.tensors.values():
         dtypes[stored.dtype] = dtypes.get(stored.dtype, 0) + stored.num_bytes
@@ -162,7 +202,8 @@ def facts_of(s: Subject, engine: Engine) -> dict[str, Any]:
         # Scales belong to how the weights are stored.
         "parameters": sum(stored.numel for name, stored in s.tensors.items() if not is_scale(name)),
         "quantized": quantized,
-        "quantization": describe(s.data.get("quantization_config")),
+        "quantization": describe(quantization),
+        "tensor_parallel": tensor_parallel(s),
         "checked_for": READERS[engine],
         "engine_options": _options(s, engine, drafts, quantized=quantized is not None),
     }
@@ -186,12 +227,16 @@ def _attention(s: Subject) -> str:
     return f"{', '.join(names)}, {within.get(str(causal), 'is_causal unreadable')} in the block"
 
 
-def _quantized(tensors: Mapping[str, Stored]) -> str | None:
-    """The type of eight-bit weights, fp8 or int8; None where there are none."""
-    found = {stored.dtype for stored in tensors.values()} & set(EIGHT_BITS)
-    if not found:
-        return None
-    return "fp8" if any(dtype.startswith("F8") for dtype in found) else "int8"
+def _quantized(s: Subject, config: Any) -> str | None:
+    """The type of the quantized weights; None where config.json and weights know none."""
+    found = {stored.dtype for name, stored in s.tensors.items() if not is_scale(name)}
+    if any(dtype.startswith("F8") for dtype in found):
+        return "fp8"
+    if is_fp4(config):
+        return "fp4"
+    if found & set(EIGHT_BITS):
+        return "int8"
+    return "packed" if packed_projections(s, plain_tensors(s)) else None
 
 
 def _options(s: Subject, engine: Engine, drafts: int | None, *, quantized: bool) -> str | None:

@@ -18,19 +18,31 @@ from ..dflash.fp8 import (
     PATTERNS,
     Part,
     Quantization,
-    left_out,
     part_of,
     scheme_of,
 )
 from ..target.tensors import Stored
-from .check_weights import EIGHT_BITS, is_scale, plain_tensors, some
+from .check_weights import some
 from .findings import Finding, Subject, defect, warning
+from .outline import is_scale, plain_tensors
+from .quantization_config import (
+    EIGHT_BITS,
+    FLOATS,
+    KEYS,
+    LEFT_OUT_KEYS,
+    leaves_out,
+    left_out_by,
+    method_of,
+    packed_projections,
+    stated_quantization,
+)
 
 AGAIN = "quantize it again: spec quantize"
 KINDS = {"channel": "e4m3 by output row, activations by token"}
 KINDS["block"] = f"e4m3 by blocks of {BLOCK} x {BLOCK}, activations by {BLOCK} values"
 # No drafter has weights beyond float16's range; a larger scale is a file gone wrong.
 LARGEST_SCALE = torch.finfo(torch.float16).max / E4M3_MAX
+RANKS = (1, 2, 4, 8, 16)
 WIDTH_KEYS = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
@@ -46,7 +58,7 @@ def describe(data: Any) -> str | None:
     except ValueError:
         found = None
     if found is None:
-        return str(method)
+        return " ".join(str(each) for each in (method, data.get("quant_algo")) if each)
     kept = f"; {', '.join(found.kept)} unquantized" if found.kept else ""
     return f"{method}: {KINDS[found.scheme]}{kept}"
 
@@ -54,11 +66,11 @@ def describe(data: Any) -> str | None:
 def check_quantization(s: Subject) -> Iterator[Finding]:
     """All findings about FP8 weights, their scales and `quantization_config`."""
     plain = plain_tensors(s)
-    config = s.data.get("quantization_config")
-    if config is not None and not isinstance(config, dict):
+    place, config = stated_quantization(s)
+    if not isinstance(config, dict):
         yield defect(
-            f"quantization_config is {config!r}, expected an object: engines fail on it",
-            "write the quantization_config that belongs to the weights, or remove it",
+            f"{place} is {config!r}, expected an object: engines fail on it",
+            f"write the {place} that belongs to the weights, or remove it",
         )
         return
     small = {name for name, stored in plain.items() if stored.dtype in EIGHT_BITS}
@@ -73,13 +85,14 @@ def check_quantization(s: Subject) -> Iterator[Finding]:
                 "write the quantization_config that belongs to the scales",
             )
         return
+    packed = packed_projections(s, plain)
     bare = sorted(n for n in small if not {f"{n}_scale", f"{n}_scale_inv"} & scales.keys())
-    if not scales or bare:
+    if not packed and (not scales or bare):
         dtypes = ", ".join(sorted({stored.dtype for stored in plain.values()}))
         yield defect(
-            "quantization_config without scales"
+            f"{place} without scales"
             + (f" for {some(bare)}" if bare else f": all weights are {dtypes}"),
-            "quantize it again, or remove quantization_config from a file that is not",
+            f"quantize it again, or remove {place} from a file that is not",
         )
         return
     yield defect(
@@ -89,19 +102,27 @@ def check_quantization(s: Subject) -> Iterator[Finding]:
     yield from _elsewhere(small)
     if scheme_of(config) is None:
         yield warning(
-            f"quantization_config {describe(config)} is not one that spec decodes",
+            f"{place} {describe(config)} is not one that spec decodes: its scales are not judged"
+            + (f", nor is {some(sorted(packed))}" if packed else ""),
             "evaluate it in the engine, or spec quantize the drafter it was made from",
             "spec",
         )
+        yield from _left_out(plain, config)
         return
+    if place != KEYS[0]:
+        yield warning(
+            f"{place}, which SGLang reads and spec does not",
+            f"call it {KEYS[0]}",
+            "spec",
+        )
     try:
         quantization = Quantization.from_json(config, "config.json")
     except ValueError as error:
-        yield defect(str(error), "correct quantization_config")
+        yield defect(str(error), f"correct {place}")
         return
     assert quantization is not None
     yield from _widths(s, quantization)
-    yield from _left_out(plain, quantization, config)
+    yield from _left_out(plain, config)
     yield from _scales(plain, scales, quantization)
 
 
@@ -153,19 +174,29 @@ def _widths(s: Subject, quantization: Quantization) -> Iterator[Finding]:
         yield defect(obstacle, "spec quantize --scheme channel, from the drafter it was made from")
 
 
-def _left_out(
-    plain: Mapping[str, Stored], quantization: Quantization, config: dict[str, Any]
-) -> Iterator[Finding]:
-    """What the file does not quantize is what config.json leaves out, by names SGLang knows."""
-    key, patterns = left_out(config, quantization.scheme)
+def _left_out(plain: Mapping[str, Stored], config: dict[str, Any]) -> Iterator[Finding]:
+    """What the file does not quantize is what is left out by names that SGLang knows."""
+    (key, patterns), method = left_out_by(config), method_of(config)
+    by_path = [pattern for pattern in patterns if "layers." in pattern]
+    if method not in LEFT_OUT_KEYS:
+        if by_path:
+            yield warning(
+                f"{key} names {some(by_path)}: SGLang gives projections of all layers the same "
+                "bare names, so no path matches",
+                "see that it names no projection by its path, or leave it out in every layer",
+                "SGLang",
+            )
+        return
+    small = {stored.dtype for stored in plain.values()} & set(EIGHT_BITS)
+    fate = "fails on their shape" if "U8" in small else "multiplies by scales it never read"
     for part, names in PARTS.items():
         found = {
             stored.dtype
             for name, stored in plain.items()
             if part_of(name) == part and name.endswith(".weight")
         }
-        quantized = bool(found & set(EIGHT_BITS))
-        if not found or quantized == (part not in quantization.kept):
+        quantized, out = bool(found & set(EIGHT_BITS)), leaves_out(config, part)
+        if not found or quantized != out or not found <= {*FLOATS, *EIGHT_BITS}:
             continue
         if quantized:
             yield defect(
@@ -174,14 +205,40 @@ def _left_out(
                 f"take {', '.join(names)} out of {key}",
             )
             continue
-        wanted = [PATTERNS[part]] if quantization.scheme == "channel" else list(names)
-        by_path = [p for p in patterns if "layers." in str(p)]
+        wanted = [PATTERNS[part]] if method == "compressed-tensors" else list(names)
         yield defect(
             f"{', '.join(names)} are {some(sorted(found))} and {key} does not leave them out: "
-            f"SGLang makes {part}_proj FP8 in every layer and multiplies by scales it never read"
+            f"SGLang takes {part}_proj for quantized in every layer and {fate}"
             + (f"; {some(by_path)} match nothing, since it knows no path" if by_path else ""),
             f"add to {key}: {', '.join(wanted)}",
         )
+
+
+def tensor_parallel(s: Subject) -> list[int] | None:
+    """Over how many ranks SGLang can spread the drafter; None where the sizes are not stated."""
+    hidden, size, heads, kv_heads = (s.whole(key) for key in WIDTH_KEYS)
+    inner = s.whole("intermediate_size")
+    if any(each is None or each < 1 for each in (hidden, size, heads, kv_heads, inner)):
+        return None
+    assert hidden and size and heads and kv_heads and inner
+    _, config = stated_quantization(s)
+    try:
+        known = scheme_of(config) is not None
+        quantization = Quantization.from_json(config, "config.json") if known else None
+    except ValueError:
+        quantization = None
+    found: list[int] = []
+    for ranks in RANKS:
+        if heads % ranks or inner % ranks or (kv_heads % ranks and ranks % kv_heads):
+            continue
+        widths = {
+            "heads": heads // ranks * size,
+            "kv_heads": max(1, kv_heads // ranks) * size,
+            "inner": inner // ranks,
+        }
+        if quantization is None or not quantization.obstacle(hidden=hidden, **widths):
+            found.append(ranks)
+    return found
 
 
 def _scales(

@@ -7,37 +7,43 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..dflash.config import MAX_LAYERS, DFlashConfig
-from ..dflash.fp8 import SCALE_NAMES
-from ..dspark.config import DSparkConfig
 from ..target.tensors import Stored
 from .findings import Finding, Subject, defect, note, warning
-from .layouts import TARGET_TENSORS, expected_shapes
+from .layouts import TARGET_TENSORS
+from .outline import (
+    CONFIDENCE,
+    as_stored,
+    judged_tensors,
+    layer_of,
+    num_layers,
+    outline,
+    own_vocabulary,
+    with_markov,
+)
+from .quantization_config import EIGHT_BITS
 from .speculators import OTHER_TENSORS
 
 STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
-SCALES = (*SCALE_NAMES.values(), "input_scale", "weight_scale_2")  # of other quantizers too
-LAYER = re.compile(r"layers\.(\d+)\.")
 HEAD_NAME = re.compile(
     r"markov_head\.(markov_w[12]\.weight|(gate_proj|joint_proj)\.(weight|bias))"
     r"|confidence_head\.proj\.(weight|bias)"
 )
 SHOWN = 4  # names of a long list
+MARKOV_OUT = "markov_head.markov_w2.weight"
+OWN_HEAD = ("lm_head.weight", "d2t", "t2d")  # of a draft vocabulary
 HEAD_OF = {"gate_proj": "gated", "joint_proj": "rnn"}
-SHAPE_KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "vocab_size"),
-)
 
 
 def check_weights(s: Subject) -> Iterator[Finding]:
     """All findings about the weights; those about shapes only where the config states the sizes."""
     yield from _values(s)
     yield from _foreign(s)
+    yield from _vocabulary(s)
     yield from _dtypes(s)
-    expected = outline(s)
-    if expected is not None:
+    yield from _confidence(s)
+    whole = outline(s)
+    if whole is not None:
+        expected = as_stored(s, whole)
         yield from _names(s, expected)
         yield from _shapes(s, expected)
 
@@ -63,56 +69,6 @@ def broken_tensors(directory: Path, tensors: Mapping[str, Stored]) -> tuple[str,
     return tuple(broken)
 
 
-def outline(s: Subject) -> dict[str, torch.Size] | None:
-    """The tensors that a drafter of this config has, as far as its sizes are stated.
-
-    Values that shape no tensor do not matter here: they have findings of their own.
-    """
-    sizes = {key: s.whole(key) for key in SHAPE_KEYS}
-    if any(size is None or size < 1 for size in sizes.values()):
-        return None
-    # Findings end at the layers that the file holds, however many the config says.
-    held = _num_layers(plain_tensors(s))
-    sizes["num_hidden_layers"] = max(1, min(sizes["num_hidden_layers"] or 0, held, MAX_LAYERS))
-    fc = plain_tensors(s).get("fc.weight")
-    count = len(s.layer_ids or []) or (fc.shape[-1] // (sizes["hidden_size"] or 1) if fc else 1)
-    common = {
-        **sizes,
-        "block_size": 2,
-        "target_layer_ids": tuple(range(max(1, count))),
-        "num_target_layers": max(1, count) + 1,
-        "mask_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }
-    rank = s.whole("markov_rank") or 0
-    try:
-        if not s.is_dspark:
-            return expected_shapes(DFlashConfig(**common))
-        return expected_shapes(
-            DSparkConfig(
-                **common,
-                markov_rank=rank,
-                markov_head_type=s.own.get("markov_head_type") or "vanilla",
-                enable_confidence_head=bool(s.own.get("enable_confidence_head")),
-                confidence_head_with_markov=bool(s.own.get("confidence_head_with_markov")),
-            )
-        )
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError):
-        return None
-
-
-def plain_tensors(s: Subject) -> dict[str, Stored]:
-    """The drafter's own tensors without the prefix `model.`, scales and the target's left out."""
-    theirs = {*TARGET_TENSORS, *OTHER_TENSORS}
-    named = {name.removeprefix("model."): stored for name, stored in s.tensors.items()}
-    return {k: v for k, v in named.items() if k not in theirs and not is_scale(k)}
-
-
-def is_scale(name: str) -> bool:
-    """Whether a tensor scales another, by its name."""
-    return name.rpartition(".")[2] in SCALES
-
-
 def _values(s: Subject) -> Iterator[Finding]:
     if s.broken:
         yield defect(
@@ -126,6 +82,7 @@ def _foreign(s: Subject) -> Iterator[Finding]:
         name
         for name in s.tensors
         if name.removeprefix("model.") in (*TARGET_TENSORS, *OTHER_TENSORS)
+        and not (name in OWN_HEAD and own_vocabulary(s))
     ]
     size = sum(s.tensors[name].num_bytes for name in theirs) / 1e6
     if theirs and s.layout.target_tensors:
@@ -141,9 +98,56 @@ def _foreign(s: Subject) -> Iterator[Finding]:
         )
 
 
+def _vocabulary(s: Subject) -> Iterator[Finding]:
+    """A draft vocabulary of its own is vLLM's alone: its head, and which tokens the rows are."""
+    draft, vocab = own_vocabulary(s), s.whole("vocab_size")
+    if draft is None:
+        return
+    said = f"draft_vocab_size is {draft} of {vocab}"
+    yield defect(
+        f"{said}: SGLang drafts with the target's whole head",
+        "train one with the full vocabulary",
+        "SGLang",
+    )
+    yield warning(
+        f"{said}; spec reads only drafters that use the target's whole head",
+        "evaluate it in vLLM",
+        "spec",
+    )
+    shapes = {"lm_head.weight": (draft, s.whole("hidden_size")), "d2t": (draft,), "t2d": (vocab,)}
+    wrong = [
+        f"{name} is {list(s.tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name in s.tensors and s.tensors[name].shape != shape
+    ]
+    if wrong:
+        yield defect(
+            f"shapes of the draft vocabulary: {'; '.join(wrong)}",
+            "write the draft_vocab_size it was trained with",
+        )
+    if "d2t" not in s.tensors:
+        yield warning(
+            f"{said}, and no d2t says which tokens its rows are", "save the drafter again with it"
+        )
+
+
+def _confidence(s: Subject) -> Iterator[Finding]:
+    """A key that SGLang takes for true where there is a Markov head."""
+    rank, weight = s.whole("markov_rank") or 0, judged_tensors(s).get(CONFIDENCE)
+    stated = s.own.get("confidence_head_with_markov")
+    if stated is not None or weight is None or not s.own.get("enable_confidence_head"):
+        return
+    told, taken = (str(each).lower() for each in (with_markov(s), rank > 0))
+    what = f"confidence_head_with_markov is not stated; the weights say {told}"
+    if told == taken:
+        yield warning(what, f"write {told}, as SGLang takes it; spec demands the key")
+    else:
+        yield defect(f"{what}, SGLang takes it for {taken}", f"write {told}", "SGLang")
+
+
 def _dtypes(s: Subject) -> Iterator[Finding]:
     stated = s.data.get("dtype", s.data.get("torch_dtype"))
-    found = {v.dtype for v in plain_tensors(s).values()} - set(EIGHT_BITS)
+    found = {v.dtype for v in judged_tensors(s).values()} - set(EIGHT_BITS)
     if stated is None:
         yield warning(
             f"config.json states no dtype, the weights are {some(sorted(found))}", "state it"
@@ -156,10 +160,10 @@ def _dtypes(s: Subject) -> Iterator[Finding]:
 
 
 def _names(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
-    plain = plain_tensors(s)
+    plain = judged_tensors(s)
     missing = [name for name in expected if name not in plain]
     extra = [name for name in plain if name not in expected]
-    stated, held = s.whole("num_hidden_layers") or 0, _num_layers(plain)
+    stated, held = s.whole("num_hidden_layers") or 0, num_layers(plain)
     if stated != held:
         fate = "random or zero weights" if stated > held else "ignored without an error"
         yield defect(
@@ -168,8 +172,8 @@ def _names(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
             f"write num_hidden_layers {held} if that is what was trained, or complete the file",
         )
         beyond = min(stated, held)
-        missing = [name for name in missing if _layer(name) < beyond]
-        extra = [name for name in extra if _layer(name) < beyond]
+        missing = [name for name in missing if layer_of(name) < beyond]
+        extra = [name for name in extra if layer_of(name) < beyond]
     if s.is_dspark:
         kind, heads = s.own.get("markov_head_type"), _head_kind(plain)
         if heads is not None and kind in ("vanilla", "gated", "rnn") and kind != heads:
@@ -227,8 +231,10 @@ def _misnamed_heads(s: Subject, missing: list[str], extra: list[str]) -> Iterato
 
 
 def _shapes(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
-    plain = plain_tensors(s)
+    plain = judged_tensors(s)
     wrong = [n for n, size in expected.items() if n in plain and plain[n].shape != tuple(size)]
+    if own_vocabulary(s) and MARKOV_OUT in wrong:
+        wrong.remove(MARKOV_OUT)  # not judged: it has a row a token of one of the vocabularies
     if "fc.weight" in wrong:
         wrong.remove("fc.weight")
         found, (rows, columns) = plain["fc.weight"].shape, expected["fc.weight"]
@@ -264,16 +270,6 @@ def _head_kind(plain: Mapping[str, Stored]) -> str | None:
     parts = {name.split(".")[-2] for name in plain if "markov" in name and "." in name}
     kinds = [kind for part, kind in HEAD_OF.items() if part in parts]
     return (kinds or ["vanilla"])[0] if parts else None
-
-
-def _num_layers(plain: Mapping[str, Stored]) -> int:
-    return max((_layer(name) for name in plain), default=-1) + 1
-
-
-def _layer(name: str) -> int:
-    """The draft layer that a tensor belongs to; -1 for the others."""
-    match = LAYER.match(name)
-    return int(match[1]) if match else -1
 
 
 def some(names: list[str] | tuple[str, ...]) -> str:

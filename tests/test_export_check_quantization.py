@@ -159,6 +159,115 @@ def test_a_quantization_that_only_the_engine_reads_is_a_warning_for_spec(tmp_pat
     assert not check(out).has_defect
 
 
+def modelopt(folder: Path, *, keep: str = "", **config: Any) -> Path:
+    """A drafter as ModelOpt stores it, one scale a weight; modules with `keep` in bfloat16."""
+    out = fp8(folder)
+    tensors = load_file(out / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        weight = name.removesuffix("_scale")
+        tensors[name] = torch.ones(())
+        tensors[name.replace("weight_scale", "input_scale")] = torch.ones(())
+        if keep and keep in name:
+            tensors[weight] = tensors[weight].to(torch.bfloat16)
+            del tensors[name], tensors[name.replace("weight_scale", "input_scale")]
+    save_file(tensors, out / "model.safetensors")
+    edit(out, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8", **config})
+    return out
+
+
+def _told(folder: Path) -> list[tuple[str, str]]:
+    return [(f.severity, f.engine) for f in check(folder).findings]
+
+
+@pytest.mark.parametrize(
+    ("names", "good"),
+    [
+        (["lm_head", "layers.0.self_attn*", "layers.1.self_attn*"], False),
+        (["q_proj", "k_proj", "v_proj", "o_proj"], True),
+        (["*qkv*", "o_proj"], True),
+    ],
+)
+def test_modelopts_names_are_read_as_the_engine_reads_them(
+    tmp_path: Path, names: list[str], good: bool
+) -> None:
+    out = modelopt(tmp_path, keep="self_attn", ignore=names)
+    told = [f.what for f in _defects(check(out))]
+    assert (told == []) is good, told
+    if not good:
+        assert (
+            len(told) == 2 and "layers.0.self_attn*, layers.1.self_attn* match nothing" in told[0]
+        )
+    assert check(out).facts["quantization"] == "modelopt FP8"
+    edit(out, quantization_config={"quant_method": "other", "ignore": ["layers.0.self_attn*"]})
+    assert _told(out) == [("warning", "spec"), ("warning", "SGLang")]
+
+
+def test_modelopts_own_file_beside_the_config(tmp_path: Path) -> None:
+    out = modelopt(tmp_path)
+    edit(out, quantization_config=None)
+    assert any("without quantization_config" in f.what for f in _defects(check(out)))
+    own = {"producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (out / "hf_quant_config.json").write_text(json.dumps(own))
+    (told,) = check(out).findings
+    assert told.engine == "spec" and told.what.startswith("hf_quant_config.json modelopt FP8 is")
+    (out / "hf_quant_config.json").write_text("[")
+    assert any("is 'not JSON'" in f.what for f in _defects(check(out)))
+
+
+def test_compression_config_is_the_engines_other_name(tmp_path: Path) -> None:
+    out = fp8(tmp_path)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    edit(out, quantization_config=None, compression_config=config)
+    assert _told(out) == [("warning", "spec")]
+    rewrite(out, lambda t: t.pop(f"{UP}.weight_scale"))
+    assert "compression_config without scales" in _defects(check(out))[0].what
+
+
+def _four_bits(folder: Path, divisor: int = 2) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            rows, columns = tensors[name].shape
+            tensors[name] = torch.zeros(rows, columns // divisor, dtype=torch.uint8)
+
+    rewrite(folder, change)
+
+
+def test_two_fp4_weights_a_byte(tmp_path: Path) -> None:
+    out = modelopt(tmp_path, quant_algo="NVFP4")
+    _four_bits(out)
+    assert _told(out) == [("warning", "spec")]
+    assert check(out).facts["quantized"] == "fp4"
+    _four_bits(out)
+    assert any("shapes differ" in f.what for f in _defects(check(out)))
+
+
+def test_a_packing_that_nobody_understands_is_not_judged(tmp_path: Path) -> None:
+    out = modelopt(tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [n for n in tensors if n.endswith("_proj.weight")]:
+            del tensors[name], tensors[f"{name}_scale"]
+            tensors.pop(name.replace("weight", "input_scale"), None)
+            tensors[name.replace("weight", "qweight")] = torch.zeros(4, 9, dtype=torch.int32)
+            tensors[name.replace("weight", "scales")] = torch.zeros(4, 9, dtype=torch.float16)
+
+    rewrite(out, change)
+    edit(out, quantization_config={"quant_method": "gptq", "bits": 4})
+    (told,) = check(out).findings
+    assert (told.severity, told.engine) == ("warning", "spec")
+    assert "gptq is not one that spec decodes" in told.what and "nor is" in told.what
+    assert "unquant" not in check(out).facts["engine_options"]
+    rewrite(out, lambda t: t.pop("layers.0.self_attn.q_norm.weight"))
+    assert any("missing: layers.0.self_attn.q_norm" in f.what for f in _defects(check(out)))
+
+
+def test_blocks_bound_the_ranks(tmp_path: Path) -> None:
+    out = fp8(tmp_path, Quantization("block"))
+    assert check(out).facts["tensor_parallel"] == [1]
+    edit(out, num_attention_heads=8, num_key_value_heads=4, intermediate_size=512)
+    assert check(out).facts["tensor_parallel"] == [1, 2]
+
+
 def test_of_two_keys_the_one_that_the_engine_reads_is_named(tmp_path: Path) -> None:
     config = {"ignored_layers": [], "modules_to_not_convert": ["fc"]}
     assert left_out(config, "block") == ("modules_to_not_convert", ["fc"])
