@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from .fp8 import Quantization
+from .rope import check_rope_parameters, read_rope
+from .unsupported import refuse_unsupported
 
 BACKBONE_KEYS = (
     "hidden_size",
@@ -26,7 +28,6 @@ BACKBONE_KEYS = (
 )
 MAX_DEPTH = 50  # of JSON objects and lists in each other
 MAX_LAYERS, MAX_SIZE = 1000, 2**31 - 1  # beyond them a number is a slip, and a shape overflows
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class DFlashConfig:
                 f"(0..{self.vocab_size - 1}); "
                 "`spec inspect TARGET` lists free ones"
             )
-        _check_rope(self.rope_parameters)
+        check_rope_parameters(self.rope_parameters)
         _check_quantization(self)
 
     @property
@@ -161,7 +162,7 @@ class DFlashConfig:
                 "them"
             )
         _check_types(own, where)
-        _refuse_unsupported(own, where)
+        _check_layer_types(own, where)
         return cls(
             **{key: own[key] for key in BACKBONE_KEYS},
             block_size=own["block_size"],
@@ -187,8 +188,14 @@ class DFlashConfig:
 
     @classmethod
     def load(cls, directory: str | Path) -> Self:
-        """Read `directory/config.json`; FileNotFoundError names the file when there is none."""
-        return cls.from_json(read_config(directory), where=str(Path(directory) / "config.json"))
+        """Read `directory/config.json`; FileNotFoundError names the file when there is none.
+
+        Raises ValueError as `from_json`, and for a network that is not computed here.
+        """
+        data, where = read_config(directory), str(Path(directory) / "config.json")
+        config = cls.from_json(data, where=where)
+        refuse_unsupported({**data, **_nested(data, where)}, where)
+        return config
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -246,46 +253,6 @@ def check_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
         )
 
 
-def read_rope(data: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """The RoPE of a config.
-
-    `rope_parameters`, or flat `rope_theta` with optional `rope_scaling`, never both at odds.
-    """
-    nested = data.get("rope_parameters")
-    flat = data.get("rope_theta")
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(data.get(key), dict | None):
-            raise ValueError(f"{where}: {key} is {data[key]!r}, expected an object")
-    if nested is None:
-        if flat is None:
-            raise ValueError(
-                f"{where} states no RoPE: write rope_parameters (rope_theta, rope_type)"
-            )
-        scaling = dict(data.get("rope_scaling") or {})
-        kinds = {scaling.pop(key) for key in ("type", "rope_type") if key in scaling}
-        if len(kinds) > 1:
-            raise ValueError(f"{where}: rope_scaling names {sorted(kinds)}; keep one of them")
-        rope = {"rope_type": kinds.pop() if kinds else "default", "rope_theta": flat, **scaling}
-        return _with_partial(rope, data)
-    if data.get("rope_scaling"):
-        raise ValueError(f"{where}: rope_scaling beside rope_parameters; keep rope_parameters")
-    if flat is not None and flat != nested.get("rope_theta", flat):
-        raise ValueError(
-            f"{where}: rope_theta is {flat} but rope_parameters says {nested['rope_theta']}; keep "
-            "the one trained with"
-        )
-    rope = {"rope_type": "default", **nested}
-    if flat is not None:
-        rope.setdefault("rope_theta", flat)
-    return _with_partial(rope, data)
-
-
-def _with_partial(rope: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    if data.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", data["partial_rotary_factor"])
-    return rope
-
-
 def _check_types(own: dict[str, Any], where: str) -> None:
     """Whole numbers are whole, flags are flags: `"4"` or `"false"` would mean something else."""
     sizes = [key for key in BACKBONE_KEYS if key != "rms_norm_eps"]
@@ -307,22 +274,6 @@ def _check_types(own: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: is_causal is {own['is_causal']!r}, expected true or false")
 
 
-def _check_rope(rope: dict[str, Any]) -> None:
-    theta = rope.get("rope_theta")
-    if theta is not None and (not isinstance(theta, float | int) or theta <= 0):
-        raise ValueError(f"rope_theta is {theta!r}, expected a number above 0")
-    if "rope_theta" not in rope or rope.get("rope_type") not in ROPE_TYPES:
-        raise ValueError(
-            f"rope_parameters {rope} need a rope_theta and a rope_type of {', '.join(ROPE_TYPES)}"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor {rope['partial_rotary_factor']}: engines rotate a drafter's "
-            "whole head, "
-            "so such a drafter would be served wrongly"
-        )
-
-
 def _check_quantization(config: DFlashConfig) -> None:
     obstacle = config.quantization and config.quantization.obstacle(
         hidden=config.hidden_size,
@@ -334,18 +285,10 @@ def _check_quantization(config: DFlashConfig) -> None:
         raise ValueError(obstacle)
 
 
-def _refuse_unsupported(own: dict[str, Any], where: str) -> None:
+def _check_layer_types(own: dict[str, Any], where: str) -> None:
     layer_types = own.get("layer_types") or []
     if not isinstance(layer_types, list) or len(layer_types) not in (0, own["num_hidden_layers"]):
         raise ValueError(
             f"{where}: layer_types is {layer_types!r}, expected one for each of "
             f"{own['num_hidden_layers']} layers"
         )
-    if any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(
-            f"{where}: layer_types {sorted(set(layer_types))}; only full_attention is supported"
-        )
-    if own.get("attention_bias"):
-        raise ValueError(f"{where}: attention_bias is not supported")
-    if own.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{where}: hidden_act {own['hidden_act']!r} is not supported, only silu")

@@ -4,9 +4,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..dflash.config import read_rope
+from ..dflash.rope import read_rope
+from ..dflash.unsupported import not_neutral, slides_unsaid
 from ..dspark.config import HEAD_KEYS, HEAD_TYPES, check_heads
 from .findings import Finding, Subject, defect, note, warning
+from .layouts import all_keys
 
 LOCAL_PATH = re.compile(r"(/|~|\.{1,2}/|file:|[A-Za-z]:[\\/])")
 REWRITE = "rewrite it: spec import DIR --out OUT"
@@ -14,7 +16,18 @@ REWRITE = "rewrite it: spec import DIR --out OUT"
 
 def check_config(subject: Subject) -> Iterator[Finding]:
     """All findings about config.json alone."""
-    for check in (_layout, _label, _block, _layers, _mask, _heads, _attention, _rope, _paths):
+    for check in (
+        _layout,
+        _label,
+        _block,
+        _layers,
+        _mask,
+        _heads,
+        _attention,
+        _network,
+        _rope,
+        _paths,
+    ):
         yield from check(subject)
 
 
@@ -212,6 +225,23 @@ def _attention(s: Subject) -> Iterator[Finding]:
             f"attention_bias is {s.own.get('attention_bias', False)}, hidden_act "
             f"{s.own.get('hidden_act', 'silu')}: spec reads only silu without biases",
             "evaluate it in the engine",
+            "spec",
+        )
+
+
+def _network(s: Subject) -> Iterator[Finding]:
+    own = all_keys(s.data, s.own)
+    if found := not_neutral(own):
+        yield warning(
+            f"{found}: SGLang computes another network by it, which spec cannot read",
+            "evaluate it in the engine; or take the key out where it was trained without",
+            "spec",
+        )
+    if slides_unsaid(own):
+        yield warning(
+            "use_sliding_window without layer_types: transformers makes sliding_attention of "
+            "layers, which spec neither trains nor decodes",
+            "write layer_types as it was trained; evaluate sliding ones in the engine",
             "spec",
         )
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..dflash.config import read_rope
 from ..dflash.files import read_provenance, stated
+from ..dflash.rope import read_rope
 from ..target.files import resolve, target_revision
 from ..target.inspect import TargetFacts, inspect_target
 from ..target.mask_token import free_mask_tokens, suggest_mask_token

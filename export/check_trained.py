@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..dflash.config import read_rope
 from ..dflash.files import read_provenance
+from ..dflash.rope import read_rope
 from ..dspark.config import HEAD_KEYS
 from .findings import Finding, Subject, defect
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -16,17 +17,19 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from ..dflash.config import DFlashConfig, read_config
 from ..dflash.files import PROVENANCE, check_tensors, check_values, read_weights
 from ..dflash.layers import rope_frequencies
+from ..dflash.unsupported import refuse_unsupported
 from ..dspark.calibration import STS
 from ..dspark.schedule import SPS
 from ..eval.report import REPORT
 from ..target.saving import atomic_directory
-from .layouts import Layout, detect, expected_shapes, parts_of, read_native
+from .layouts import Layout, all_keys, detect, expected_shapes, parts_of, read_native
 
 SIDE_FILES = (PROVENANCE, REPORT, STS, SPS)  # go where the drafter goes; its bits are the same
 MAX_SHARD = "5GB"
-ROPE_KEYS = (
+ROTATED = (
     *("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"),
     *("rope_parameters", "rope_theta", "rope_scaling"),
+    *("partial_rotary_factor", "original_max_position_embeddings"),
 )
 
 
@@ -106,6 +109,7 @@ def read(directory: str | Path, given: Given | None = None) -> Checkpoint:
         )
     native = layout.to_native(data, where)
     config = read_native((given or Given()).fill(native, where), where)
+    refuse_unsupported(all_keys(data, native), where)
     parts = parts_of(list(config.architectures))
     assert parts is not None
     tensors = read_weights(directory)
@@ -114,6 +118,7 @@ def read(directory: str | Path, given: Given | None = None) -> Checkpoint:
     check_tensors(tensors, expected_shapes(config), directory)
     check_values(tensors, directory)
     _check_vocabulary(carried, directory)
+    check_rope(config, data, where)
     return Checkpoint(layout, config, tensors, carried)
 
 
@@ -183,21 +188,27 @@ def verify(directory: Path, config: DFlashConfig, tensors: Mapping[str, Tensor])
             f"{len(changed)} tensors read back with other bits ({', '.join(changed[:3])}): not "
             "written; try again, and check the disk"
         )
-    check_rope(config, read_config(directory))
 
 
-def check_rope(config: DFlashConfig, data: dict[str, Any]) -> None:
-    """Raise ValueError unless an engine that has only config.json rotates by the same angles."""
+def check_rope(config: DFlashConfig, data: dict[str, Any], where: str = "config.json") -> None:
+    """Raise ValueError unless an engine that has only config.json rotates by the same angles.
+
+    `data` is the file as it lies there, whatever its layout: not what was read of it.
+    """
     source = data.get("transformer_layer_config", data)
-    engine = Qwen3Config(**{key: source[key] for key in ROPE_KEYS if source.get(key) is not None})
-    table = Qwen3RotaryEmbedding(engine)
+    try:
+        engine = Qwen3Config(**{key: source[key] for key in ROTATED if source.get(key) is not None})
+        table = Qwen3RotaryEmbedding(engine)
+    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: transformers refuses its RoPE: {error}") from None
     inverse, scale = rope_frequencies(config)
     found = table.inv_freq
     assert isinstance(found, Tensor)
     if not torch.equal(found, inverse) or table.attention_scaling != scale:
         raise ValueError(
-            f"RoPE {config.rope_parameters}: the tables rebuilt from config.json differ from those "
-            "trained with; not written; train with a RoPE that config.json can state"
+            f"{where}: the RoPE tables that transformers builds from it are not those of "
+            f"{config.rope_parameters}, as it was read; state rope_parameters (rope_theta, "
+            "rope_type) alone, as it was trained"
         )
 
 

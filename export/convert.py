@@ -2,20 +2,39 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.qwen3 import Qwen3Config
 
-from ..dflash.config import DFlashConfig, read_config
+from ..dflash.config import BACKBONE_KEYS, DFlashConfig, read_config
 from ..dflash.draft import DFlashDraft
 from ..dflash.files import read_provenance, stated
+from ..dflash.unsupported import NEUTRAL
+from ..dspark.config import HEAD_KEYS, DSparkConfig
 from ..eval.pair import check_pair
 from ..target.files import resolve
 from ..target.inspect import inspect_target
 from ..target.model import Target
 from .check import Report, check
-from .checkpoint import Checkpoint, Given, read, write
+from .checkpoint import ROTATED, Checkpoint, Given, read, write
+from .findings import by_severity, warning
 from .layouts import LAYOUTS, LayoutName, detect, parts_of
+
+# Keys of a config.json that are carried over, are at their neutral value (or it would have been
+# refused), or say nothing about the network. What stands in none of these is told.
+NESTED = ("dflash_config", "transformer_layer_config")
+KNOWN = frozenset(
+    (
+        *(*BACKBONE_KEYS, *DSparkConfig.required_keys, *HEAD_KEYS, *NEUTRAL, *NESTED),
+        *(*ROTATED, "is_causal", "input_embedding_scale", "quantization_config"),
+        *("sample_from_anchor", "num_anchors", "mask_token"),
+        *("speculators_model_type", "speculators_version", "speculators_config"),
+        *("aux_hidden_state_layer_ids", "draft_vocab_size", "sliding_window_non_causal"),
+        *(*Qwen3Config().to_dict(), "torch_dtype", "auto_map"),
+    )
+)
 
 
 def export_draft(
@@ -48,7 +67,7 @@ def export_draft(
         carried=carried,
         beside=draft,
     )
-    return check(out, engine=to)
+    return _with_dropped(check(out, engine=to), draft)
 
 
 def import_draft(
@@ -70,7 +89,27 @@ def import_draft(
     if target is not None and found.carried:
         _check_pair(found, Target.load(target, dtype=found.dtype))
     write(found.config, found.tensors, out, LAYOUTS["sglang"], beside=directory)
-    return check(out, target=target)
+    return _with_dropped(check(out, target=target), directory)
+
+
+def dropped(data: dict[str, Any]) -> list[str]:
+    """Keys of a config.json, dotted, that mean nothing here and so are not in what is written."""
+    found = [key for key, value in data.items() if value is not None and key not in KNOWN]
+    for key in NESTED:
+        inner = data.get(key)
+        found += [f"{key}.{name}" for name in dropped(inner)] if isinstance(inner, dict) else []
+    return found
+
+
+def _with_dropped(report: Report, source: str | Path) -> Report:
+    keys = dropped(read_config(source))
+    if not keys:
+        return report
+    told = warning(
+        f"left out, for spec does not know them: {', '.join(keys)} (of the config.json read)",
+        "where the network depends on one of them, this is another drafter: do not use it",
+    )
+    return replace(report, findings=by_severity([*report.findings, told]))
 
 
 def target_tensors(found: Checkpoint, target: str | None, to: LayoutName) -> dict[str, Tensor]:

@@ -85,6 +85,12 @@ def read_native(native: dict[str, Any], where: str) -> DFlashConfig:
     return parts.config.from_json(native, where=where)
 
 
+def all_keys(data: dict[str, Any], native: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says at any of its levels, native keys above those of its own layout."""
+    levels = (data, data.get("transformer_layer_config"), native, native.get("dflash_config"))
+    return {k: v for level in levels if isinstance(level, dict) for k, v in level.items()}
+
+
 def expected_shapes(config: DFlashConfig) -> dict[str, torch.Size]:
     """Name and shape of every tensor of a drafter; ValueError for sizes that no tensor has."""
     parts = parts_of(list(config.architectures))
