@@ -113,6 +113,12 @@ def of_histogram(counts: Sequence[int]) -> tuple[float, list[float]]:
     return 1 + sum(k * count for k, count in enumerate(counts)) / rounds, survival
 
 
+def sum_histograms(histograms: Sequence[Sequence[int]]) -> list[int]:
+    """Rounds of several requests by number of accepted drafts; they may differ in length."""
+    width = max(map(len, histograms), default=0)
+    return [sum(h[k] for h in histograms if k < len(h)) for k in range(width)]
+
+
 def check_identity(acceptance: Acceptance, num_draft_tokens: int) -> None:
     """When every round drafted K tokens, acceptance_length is 1 + the sum of survival_at."""
     full = acceptance.num_drafted == acceptance.num_rounds * num_draft_tokens

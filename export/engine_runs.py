@@ -42,7 +42,7 @@ class Ours:
     prompts: list[list[int]]
     num_skipped: dict[str, int]  # prompts that cannot be decoded, by reason
     decoded: list[Decoded]
-    features: list[Tensor]  # [L+1, T, H] of the first prompts: the embedding, then each layer
+    features: list[Tensor]  # [L, T, H] of the first prompts: the embedding, then all layers but one
     layer_ids: tuple[int, ...]
     num_draft_tokens: int
     algorithm: str

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..eval.acceptance import Rounds, measure, of_histogram
+from ..eval.acceptance import Rounds, measure, of_histogram, sum_histograms
 from ..eval.decode import Decoded
 from ..target.engine import Answer, EngineError
 
@@ -93,9 +93,11 @@ def compare_pass(
     ]
     kept = [i for i, equal in enumerate(same) if equal]
     (length, survival), (length_ours, survival_ours) = (
-        of_histogram(_total(histograms)) for histograms in (theirs, own)
+        of_histogram(sum_histograms(histograms)) for histograms in (theirs, own)
     )
-    same_text = [of_histogram(_total([h[i] for i in kept]))[0] for h in (theirs, own) if kept]
+    same_text = [
+        of_histogram(sum_histograms([h[i] for i in kept]))[0] for h in (theirs, own) if kept
+    ]
     return PassResult(
         name=name,
         num_requests=len(answers),
@@ -108,8 +110,8 @@ def compare_pass(
         num_shared_tokens=sum(map(_shared, [a.output_ids for a in answers], texts)),
         num_shared_tokens_plain=sum(map(_shared, plain, texts)),
         cached_tokens=sum(int(a.meta.get("cached_tokens") or 0) for a in answers),
-        histogram=_total(theirs),
-        histogram_ours=_total(own),
+        histogram=sum_histograms(theirs),
+        histogram_ours=sum_histograms(own),
         acceptance_length=length,
         acceptance_length_ours=length_ours,
         acceptance_length_same_text=same_text[0] if kept else None,
@@ -145,7 +147,7 @@ def compare_features(
 ) -> list[LayerMatch]:
     """Each layer that the engine captured, beside every layer of ours.
 
-    `engine` has [T, n*H] a prompt, `ours` [L+1, T, H]: the embedding, then each layer's output.
+    `engine` has [T, n*H] a prompt, `ours` [L, T, H]: the embedding, then each layer but the last.
     Raises EngineError where the engine returned other rows than the prompt has tokens.
     """
     n = len(layer_ids)
@@ -184,8 +186,3 @@ def acceptance(ours: Sequence[Decoded], num_draft_tokens: int) -> float:
     """Our acceptance length on these requests, bonus included; 1 where nothing was drafted."""
     rounds = [Rounds(d.num_accepted, d.num_drafted, len(d.output_ids)) for d in ours]
     return measure(rounds, num_draft_tokens, resamples=1).acceptance_length or 1.0
-
-
-def _total(histograms: Sequence[Sequence[int]]) -> list[int]:
-    width = max(map(len, histograms))
-    return [sum(h[k] for h in histograms if k < len(h)) for k in range(width)]

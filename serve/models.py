@@ -93,8 +93,12 @@ def _absent(key: str, path: str, *, only_print: bool) -> Finding:
             f"{key} {path} is not on this machine, so nothing of it could be checked",
             f"download it and set {key}=DIRECTORY to have it checked",
         )
-    kind = note if only_print else defect
-    return kind(f"{key} {path}: no such directory", f"set {key} to a model directory or a hub id")
+    if not only_print:
+        cure = f"set {key} to a model directory or a hub id"
+        return defect(f"{key} {path}: no such directory", cure)
+    lacks = ", so the command lacks what its files say" if key == "draft.path" else ""
+    cure = "print it where the models are" if lacks else f"set {key} to where it is"
+    return note(f"{key} {path}: no such directory here{lacks}", cure)
 
 
 def read_shape(directory: Path) -> TargetShape:

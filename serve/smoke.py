@@ -8,6 +8,7 @@ engine's headline divides tokens by rounds and is off by the prefill's token and
 from dataclasses import dataclass
 from typing import Any
 
+from ..eval.acceptance import of_histogram, sum_histograms
 from ..target.engine import Engine, EngineError, histogram_of
 from .recipe import SmokeSection
 
@@ -16,7 +17,7 @@ from .recipe import SmokeSection
 class SmokeResult:
     """Rounds by number of accepted drafts, over all prompts."""
 
-    histogram: tuple[int, ...]
+    histogram: list[int]
     num_prompts: int
     without_round: tuple[str, ...] = ()  # prompts whose answer had no speculative round
 
@@ -25,13 +26,9 @@ class SmokeResult:
         return sum(self.histogram)
 
     @property
-    def num_accepted(self) -> int:
-        return sum(kept * rounds for kept, rounds in enumerate(self.histogram))
-
-    @property
     def acceptance_length(self) -> float | None:
         """None where no round was counted."""
-        return 1 + self.num_accepted / self.num_rounds if self.num_rounds else None
+        return of_histogram(self.histogram)[0] if self.num_rounds else None
 
     def line(self, floor: float) -> str:
         """The result in one line, with the next step where it is too low."""
@@ -67,11 +64,9 @@ class SmokeResult:
 def smoke(engine: Engine, section: SmokeSection, model: str) -> SmokeResult:
     """Ask every prompt, one after the other. Raises EngineError for a refusal."""
     histograms = [_ask(engine, prompt, section, model) for prompt in section.prompts]
-    size = max(map(len, histograms), default=0)
-    padded = [[*each, *[0] * (size - len(each))] for each in histograms]
     pairs = zip(section.prompts, histograms, strict=True)
     return SmokeResult(
-        tuple(map(sum, zip(*padded, strict=True))),
+        sum_histograms(histograms),
         len(section.prompts),
         tuple(prompt for prompt, each in pairs if not sum(each)),
     )

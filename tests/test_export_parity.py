@@ -242,7 +242,7 @@ def test_agreement_has_no_finding() -> None:
 
 
 def states() -> torch.Tensor:
-    """[L+1, T, H]: the embedding and five layers."""
+    """[L, T, H]: the embedding and five layers."""
     return torch.randn(6, 7, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -271,7 +271,7 @@ BF16 = "bfloat16"
 
 
 def with_sink() -> torch.Tensor:
-    """[L+1, T, H] whose first token is 150 times the others, the same in every layer."""
+    """[L, T, H] whose first token is 150 times the others, the same in every layer."""
     draw = torch.Generator().manual_seed(1)
     first = 150 * torch.randn(1, 1, 16, generator=draw).expand(6, 1, 16)
     return torch.cat([first, torch.randn(6, 63, 16, generator=draw)], dim=1)
