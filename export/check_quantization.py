@@ -36,6 +36,7 @@ from .quantization_config import (
     packed_projections,
     stated_quantization,
 )
+from .ranks import SIZES, rank_obstacles
 
 AGAIN = "quantize it again: spec quantize"
 KINDS = {"channel": "e4m3 by output row, activations by token"}
@@ -216,29 +217,11 @@ def _left_out(plain: Mapping[str, Stored], config: dict[str, Any]) -> Iterator[F
 
 def tensor_parallel(s: Subject) -> list[int] | None:
     """Over how many ranks SGLang can spread the drafter; None where the sizes are not stated."""
-    hidden, size, heads, kv_heads = (s.whole(key) for key in WIDTH_KEYS)
-    inner = s.whole("intermediate_size")
-    if any(each is None or each < 1 for each in (hidden, size, heads, kv_heads, inner)):
+    shape: dict[str, Any] = {key: s.whole(key) for key in SIZES}
+    if any(not each or each < 1 for each in shape.values()):
         return None
-    assert hidden and size and heads and kv_heads and inner
-    _, config = stated_quantization(s)
-    try:
-        known = scheme_of(config) is not None
-        quantization = Quantization.from_json(config, "config.json") if known else None
-    except ValueError:
-        quantization = None
-    found: list[int] = []
-    for ranks in RANKS:
-        if heads % ranks or inner % ranks or (kv_heads % ranks and ranks % kv_heads):
-            continue
-        widths = {
-            "heads": heads // ranks * size,
-            "kv_heads": max(1, kv_heads // ranks) * size,
-            "inner": inner // ranks,
-        }
-        if quantization is None or not quantization.obstacle(hidden=hidden, **widths):
-            found.append(ranks)
-    return found
+    shape["quantization_config"] = stated_quantization(s)[1]
+    return [ranks for ranks in RANKS if not rank_obstacles(shape, ranks)]
 
 
 def _scales(

@@ -4,10 +4,9 @@ Each rule yields findings as `spec check` does: a defect would be served wrongly
 """
 
 from collections.abc import Iterator
-from typing import Any
 
-from ..dflash.fp8 import Quantization
 from ..export.findings import Finding, by_severity
+from ..export.ranks import rank_obstacles
 from ..target.launch import SIMULATED
 from .arguments import examine_arguments
 from .command import num_draft_tokens
@@ -143,48 +142,12 @@ def _parallel(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
 
 def _draft_ranks(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
     """The engine shares the drafter out to the ranks of one attention group, not to all of them."""
-    engine, shape = recipe.engine, models.draft_shape
+    engine = recipe.engine
     ranks, rest = divmod(engine.tensor_parallel, engine.attention_data_parallel)
     if rest:
         return  # of that there is a finding
-    keys = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    heads, shared, inner = (n if type(n := shape.get(key)) is int else 0 for key in keys)
-    uneven = [
-        f"{ranks} ranks do not divide the drafter's {what}"
-        for number, what in (
-            (heads, f"{heads} attention heads"),
-            (inner, f"intermediate_size {inner}"),
-        )
-        if number % ranks
-    ]
-    if shared > 0 and shared % ranks and ranks % shared:
-        uneven.append(
-            f"{ranks} ranks fit the drafter's {shared} key-value heads neither way: expected a "
-            "divisor or a multiple"
-        )
-    for what in uneven:
-        yield defect(what, "give an engine.tensor_parallel that does")
-    if not uneven and ranks > 1 and (split := _split_blocks(shape, ranks)):
-        yield defect(
-            f"on each of {ranks} ranks of the drafter {split}",
-            "give a smaller engine.tensor_parallel, or that other scheme",
-        )
-
-
-def _split_blocks(shape: dict[str, Any], ranks: int) -> str | None:
-    """Why the engine refuses a rank's share of FP8 blocks, which it learns while loading only."""
-    try:
-        quantization = Quantization.from_json(shape.get("quantization_config"), "config.json")
-        heads, shared = shape["num_attention_heads"], shape["num_key_value_heads"]
-        head_dim, hidden = shape["head_dim"], shape["hidden_size"]
-        return quantization and quantization.obstacle(
-            hidden=hidden,
-            heads=heads // ranks * head_dim,
-            kv_heads=max(shared // ranks, 1) * head_dim,
-            inner=shape["intermediate_size"] // ranks,
-        )
-    except (ValueError, KeyError, TypeError):
-        return None  # `spec check` tells what is wrong with such a config.json
+    for what in rank_obstacles(models.draft_shape, ranks):
+        yield defect(what, "give another engine.tensor_parallel")
 
 
 def _backends(recipe: ServeRecipe, models: Models) -> Iterator[Finding]:
