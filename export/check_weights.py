@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..dflash.unsupported import not_neutral
 from ..target.tensors import Stored
 from .findings import Finding, Subject, defect, note, warning
-from .layouts import TARGET_TENSORS
+from .layouts import TARGET_TENSORS, all_keys
 from .outline import (
     CONFIDENCE,
     as_stored,
@@ -193,7 +194,8 @@ def _names(s: Subject, expected: Mapping[str, torch.Size]) -> Iterator[Finding]:
             f"missing: {some(missing)}; engines start without an error and accept next to nothing",
             "save the drafter again, or copy the whole file",
         )
-    if extra:
+    # Of another network, which config.json names, we know no tensors.
+    if extra and not not_neutral(all_keys(s.data, s.own)):
         yield defect(
             f"unexpected: {some(extra)}; engines ignore names they do not know",
             "rename what is misnamed, remove what is not the drafter's",

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_export_layouts import CONFIGS, WRITTEN, carried, tensors_of
 from toy_drafter import dflash_config, dspark_config, edit, saved
 from typer.testing import CliRunner
@@ -75,6 +76,16 @@ def test_another_network_is_not_read_and_spec_check_warns(
         place(tmp_path / "in", **{key: neutral})
         assert check(tmp_path / "in").findings == []
         assert read(tmp_path / "in").config == dflash_config()
+
+
+def test_tensors_of_another_network_are_not_called_superfluous(tmp_path: Path) -> None:
+    path = saved(tmp_path) / "model.safetensors"
+    save_file({**load_file(path), "prefix_gru.weight": torch.zeros(2)}, path)
+    assert check(tmp_path).has_defect
+    nest(tmp_path, projector_type="domino")
+    assert [(each.severity, each.engine) for each in check(tmp_path).findings] == [
+        ("warning", "spec")
+    ]
 
 
 def test_a_dspark_drafter_is_held_to_the_same(tmp_path: Path) -> None:
