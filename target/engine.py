@@ -228,8 +228,6 @@ class Engine:
         end = time.monotonic() + self.timeout
         while not self._ready.wait(0.1):
             if self.returncode is not None:
-                assert self._reader is not None
-                self._reader.join(timeout=GRACE)
                 raise EngineError(
                     f"the engine ended with exit code {self.returncode} before it was ready: "
                     f"{self.last_words()}; its log is {self.log}"
@@ -242,6 +240,8 @@ class Engine:
 
     def last_words(self) -> str:
         """The line of the log that says why it failed: its last error, else its last line."""
+        if self._reader is not None and self.returncode is not None:
+            self._reader.join(timeout=GRACE)  # what it said last may still be in the pipe
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         said = [line.strip() for line in lines if line.strip()]
         errors = [line for line in said if ERROR_LINE.match(line)]
