@@ -7,11 +7,10 @@ import typer
 
 from . import show
 from .card import leave_card
-from .options import JsonOption
+from .options import JsonOption, PairOption
 
 if TYPE_CHECKING:
     from ..export.check import Report
-    from ..export.findings import Finding
 
 CHECK_EXAMPLE = "Example: `spec check runs/a/draft -t ./model`"
 EXPORT_EXAMPLE = "Example: `spec export -d runs/a/draft --to vllm -o ./for-vllm -t Qwen/Qwen3-4B`"
@@ -21,10 +20,6 @@ LayoutOption = Annotated[
     Literal["sglang", "zlab", "deepspec", "vllm"], typer.Option("--to", help="Layout to write.")
 ]
 OutOption = Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")]
-PairOption = Annotated[
-    str | None,
-    typer.Option("--target", "-t", help="The model it belongs to: directory, hub id or .gguf."),
-]
 
 
 def check(
@@ -124,12 +119,6 @@ def tell(report: "Report", out: Path) -> None:
 def report_lines(report: "Report") -> list[str]:
     """Two lines a finding; one where there is none."""
     engine = report.facts["checked_for"]
-    return finding_lines(report.findings) or [f"nothing wrong that the files show, for {engine}"]
-
-
-def finding_lines(findings: "list[Finding]") -> list[str]:
-    """Two lines a finding: what, and what to do."""
-    lines: list[str] = []
-    for each in findings:
-        lines += [f"{each.severity} ({each.engine}): {each.what}", f"  -> {each.cure}"]
-    return lines
+    return show.finding_lines(report.findings) or [
+        f"nothing wrong that the files show, for {engine}"
+    ]

@@ -7,6 +7,10 @@ import typer
 TargetOption = Annotated[
     str, typer.Option("--target", "-t", help="Model directory, hub id or .gguf file.")
 ]
+PairOption = Annotated[
+    str | None,
+    typer.Option("--target", "-t", help="The model it belongs to: directory, hub id or .gguf."),
+]
 PromptsOption = Annotated[
     list[str],
     typer.Option(

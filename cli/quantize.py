@@ -8,7 +8,7 @@ import typer
 
 from . import show
 from .card import leave_card
-from .options import DtypeOption, JsonOption, LimitOption
+from .options import DtypeOption, JsonOption, LimitOption, PairOption
 
 if TYPE_CHECKING:
     from ..data.prompts import Prompt
@@ -34,10 +34,7 @@ def quantize(
     draft: Annotated[Path, typer.Option("--draft", "-d", help="Drafter directory, of any layout.")],
     to: Annotated[Literal["fp8"], typer.Option("--to", help="Type of the projections.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Directory to make.")],
-    target: Annotated[
-        str | None,
-        typer.Option("--target", "-t", help="The model it belongs to: directory, hub id or .gguf."),
-    ] = None,
+    target: PairOption = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .engine import PythonOption, find_python, require_python, tell
-from .export import finding_lines
+from .show import finding_lines
 
 if TYPE_CHECKING:
     from ..serve.models import Models

@@ -11,6 +11,8 @@ from .. import recipes
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from ..export.findings import Finding
+
 
 def one_line(error: Exception) -> str:
     """The message of an error on a single line."""
@@ -20,6 +22,14 @@ def one_line(error: Exception) -> str:
 def warning(message: Warning | str) -> str:
     """A warning as the one line that stderr gets."""
     return f"spec: warning: {' '.join(str(message).split())}\n"
+
+
+def finding_lines(findings: "list[Finding]") -> list[str]:
+    """Two lines a finding: what, and what to do."""
+    lines: list[str] = []
+    for each in findings:
+        lines += [f"{each.severity} ({each.engine}): {each.what}", f"  -> {each.cure}"]
+    return lines
 
 
 def written(out: Path) -> str:

@@ -8,8 +8,8 @@ import typer
 from ..export.plan import Device, Dtype, Plan
 from .engine import PythonOption, require_python
 from .engine import tell as say
-from .export import finding_lines
 from .options import JsonOption, LimitOption, PromptsOption, TargetOption
+from .show import finding_lines
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -64,7 +64,7 @@ def verify(
 
     Compares hidden states, tokens, and each request's histogram of accepted drafts with ours.
     """
-    from ..export.verify import REPORT, write_verification
+    from ..export.verify import VERIFICATION, write_verification
     from ..export.verify import verify as run
     from ..serve.arguments import check_arguments
     from ..target.engine import ends_in_order
@@ -88,7 +88,7 @@ def verify(
         probe=probe,
     )
     # A run that fails must not leave an older verdict behind.
-    (out / REPORT).unlink(missing_ok=True)
+    (out / VERIFICATION).unlink(missing_ok=True)
     asked = inputs.read_sources(prompts, "heldout", limit)
     with ends_in_order():
         result = run(plan, asked, tell=say)

@@ -48,7 +48,7 @@ GROUP = {
     "equal_to_plain": NUMBER,
 }
 COMPARED = {"draft": TEXT, "num_draft_tokens": WHOLE, "groups": {...: GROUP}}
-REPORT: dict[Any, Any] = {
+REPORT_SHAPE: dict[Any, Any] = {
     **COMPARED,
     "algorithm": TEXT,
     "target": TEXT,
@@ -130,13 +130,13 @@ def check_report(
     groups = report.get("groups") if isinstance(report, dict) else None
     if not isinstance(groups, dict) or "all" not in groups or report.get("schema") != SCHEMA:
         raise ValueError(f"{where}: no acceptance report; expected the report.json of `spec eval`")
-    missing = {key for key in REPORT if key not in report} - set(OPTIONAL[1:])
+    missing = {key for key in REPORT_SHAPE if key not in report} - set(OPTIONAL[1:])
     missing |= {
         key for g in groups.values() if isinstance(g, dict) for key in GROUP if key not in g
     }
     if missing:
         raise ValueError(f"{where} lacks {', '.join(sorted(missing))}: measure with `spec eval`")
-    for wrong in chain(misfits(report, REPORT, ""), _nulls(report), _lengths(report)):
+    for wrong in chain(misfits(report, REPORT_SHAPE, ""), _nulls(report), _lengths(report)):
         raise ValueError(f"{where}: {wrong}; measure with `spec eval`")
     own = {"algorithm": drafter["algorithm"], "num_draft_tokens": drafter["num_draft_tokens"]}
     for key, value in own.items():
@@ -183,7 +183,7 @@ def misfits(value: Any, shape: Any, where: str) -> Iterator[str]:
 
 def _nulls(report: Report) -> Iterator[str]:
     """What a report may not leave open."""
-    for key in REPORT:
+    for key in REPORT_SHAPE:
         if key not in OPTIONAL and report[key] is None:
             yield f"{key} is null"
     for each in (report, *(report.get("comparisons") or ())):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..data.jsonl import atomic_file
 from ..data.prompts import Prompt
 from ..dflash.files import read_provenance
 from ..target.engine import EngineError
-from ..target.launch import without_secrets
+from ..target.launch import require_interpreter, without_secrets
 from .check import check
 from .diagnosis import diagnose_drafter, diagnose_features, diagnose_passes
 from .engine_runs import PASSES, Ours, Plain, Tell, measure, run_passes, run_plain
@@ -32,7 +31,7 @@ from .plan import Plan
 from .probe import Probe
 
 SCHEMA = 1
-REPORT = "verify.json"
+VERIFICATION = "verify.json"
 MAX_TOLERANCE = 0.2
 FEW_PROMPTS = 10
 NOTHING_CACHED = defect(
@@ -135,10 +134,7 @@ def _check_plan(plan: Plan) -> None:
     """What can be known before anything is measured. Raises ValueError, or OSError for `logs`."""
     if not 0 <= plan.tolerance <= MAX_TOLERANCE:
         raise ValueError(f"tolerance is {plan.tolerance:g}; expected 0 to {MAX_TOLERANCE:g}")
-    if shutil.which(plan.python) is None:
-        raise ValueError(
-            f"{plan.python}: no such interpreter; give the python of an environment that has sglang"
-        )
+    require_interpreter(plan.python)
     plan.logs.mkdir(parents=True, exist_ok=True)
 
 
@@ -189,7 +185,7 @@ def _recorded(directory: Path) -> float | None:
 
 def write_verification(result: Verification, out: Path) -> Path:
     """Write verify.json, whole or not at all."""
-    path = out / REPORT
+    path = out / VERIFICATION
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write((json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n").encode())

@@ -12,7 +12,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TextIO
 
-from .launch import HOST, Launch, environment, value_of
+from .launch import HOST, Launch, environment, require_interpreter, value_of
 
 # `/health` answers before the warm-up request has run; this line does not come before.
 READY = "The server is fired up and ready to roll!"
@@ -58,8 +57,8 @@ class Answer:
 class Engine:
     """Context manager: a running server. Entering returns when it really answers.
 
-    Everything it prints goes to `log`, and line by line to `echo`. Raises EngineError where it
-    ends or says nothing for `timeout` seconds before it is ready.
+    Everything it prints goes to `log`, and line by line to `echo`. Raises ValueError without an
+    interpreter, EngineError where it ends or says nothing for `timeout` seconds before it is ready.
     """
 
     def __init__(
@@ -81,11 +80,7 @@ class Engine:
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        if shutil.which(self.launch.python) is None:
-            raise EngineError(
-                f"{self.launch.python}: no such interpreter; give the python of an environment "
-                "that has sglang"
-            )
+        require_interpreter(self.launch.python)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log = self.log.open("w", encoding="utf-8")
         try:

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -49,6 +50,14 @@ class Launch:
         }
         named = [f"{key}={shlex.quote(value)} " for key, value in sorted(shown.items())]
         return "".join(named) + "".join(b + w for b, w in zip(breaks, words, strict=True))[1:]
+
+
+def require_interpreter(python: str) -> None:
+    """Raises ValueError where there is none of that name."""
+    if shutil.which(python) is None:
+        raise ValueError(
+            f"{python}: no such interpreter; give the python of an environment that has sglang"
+        )
 
 
 def cpu_launch(ranks: int) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -81,7 +81,7 @@ def test_silence_ends_it(tmp_path: Path) -> None:
 
 
 def test_no_interpreter_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="no such interpreter"), engine(tmp_path, "/no/python"):
+    with pytest.raises(ValueError, match="no such interpreter"), engine(tmp_path, "/no/python"):
         pass
 
 
