@@ -41,12 +41,13 @@ def test_a_server_that_wants_a_key(tmp_path: Path) -> None:
     engine = {"port": free_port(), "start_timeout": WAIT, "arguments": ["--api-key", "secret-1"]}
     smoke = {"floor": 3.0, "prompts": ["one"]}
     draft = {"num_draft_tokens": 3}
-    wanted, told = recipe("a/b", "c/d", draft=draft, engine=engine, smoke=smoke), list[str]()
+    wanted = recipe("a/b", "c/d", draft=draft, engine=engine, smoke=smoke)
+    told, shown = list[str](), list[str]()
     start = launch(wanted, look_at_models(wanted), str(as_interpreter(tmp_path, [1, 1])))
-    assert serve(start, wanted, log=tmp_path / "log", echo=told.append, tell=told.append) == 1
+    assert serve(start, wanted, log=tmp_path / "log", echo=shown.append, tell=told.append) == 1
     assert "smoke check failed: acceptance length 1.500" in told[-1]
     assert "secret-1" in start.command
-    assert "secret-1" not in "".join((start.shell(), *told, (tmp_path / "log").read_text()))
+    assert "secret-1" not in "".join((start.shell(), *told, *shown, (tmp_path / "log").read_text()))
 
 
 def test_an_engine_that_ends_by_itself(tmp_path: Path) -> None:
