@@ -87,7 +87,14 @@ def test_a_signal_ends_both(number: signal.Signals, tmp_path: Path) -> None:
     )
     python = as_interpreter(tmp_path, [1, 1])
     words = [*SPEC, "serve", "-r", str(path), "--python", str(python), "--log", str(log)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ours:
+    with subprocess.Popen(
+        words,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background inherit that it is ignored, and then so would the verb.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    ) as ours:
         assert ours.stderr is not None
         for line in ours.stderr:
             if "Ctrl-C ends it" in line:
@@ -95,5 +102,8 @@ def test_a_signal_ends_both(number: signal.Signals, tmp_path: Path) -> None:
         child = child_in(log)
         assert lives(child)
         ours.send_signal(number)
-        assert ours.wait(WAIT) == 128 + number
+        try:
+            assert ours.wait(WAIT) == 128 + number
+        finally:
+            ours.terminate()
     assert ends(child)

@@ -138,7 +138,9 @@ def test_blocks_beside_nvfp4(pair: Pair) -> None:
     """Left to itself the engine would read the drafter's FP8 blocks as NVFP4."""
     model, draft = pair("kimi-k2.6-b200-tp8")
     blocks = quantized(draft, "fp8")
-    wanted = shipped("kimi-k2.6-b200-tp8", (model, blocks), "draft.quantization=fp8")
+    # The toy's heads are one block wide, on one rank only.
+    changes = ("draft.quantization=fp8", "engine.tensor_parallel=1")
+    wanted = shipped("kimi-k2.6-b200-tp8", (model, blocks), *changes)
     verdict = ask(wanted)
     assert verdict.accepted and verdict.resolved["draft_quantization"] == "fp8"
     start = launch(wanted, look_at_models(wanted), engine_python())
