@@ -38,6 +38,10 @@ PARTS: dict[Part, tuple[str, ...]] = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
+LEFT_OUT_KEYS: dict[Scheme, tuple[str, ...]] = {
+    "channel": ("ignore",),
+    "block": ("ignored_layers", "modules_to_not_convert"),
+}
 # Matches a part's projections by their own and by the joined name, with a path before it or none.
 PATTERNS: dict[Part, str] = {
     "qkv": r"re:(.*\.)?(q|k|v|qkv)_proj$",
@@ -142,16 +146,14 @@ class Quantization:
 
 
 def left_out(data: dict[str, Any], scheme: Scheme) -> tuple[str, Any]:
-    """The key of `quantization_config` that names what is not quantized, and what stands there.
+    """The key of `quantization_config` that names what is not quantized, and what stands there."""
+    return first_stated(data, LEFT_OUT_KEYS[scheme])
 
-    Blocks have two keys; SGLang takes the first that is not empty.
-    """
-    if scheme == "channel":
-        return "ignore", data.get("ignore") or []
-    for key in ("ignored_layers", "modules_to_not_convert"):
-        if data.get(key):
-            return key, data[key]
-    return "modules_to_not_convert", []
+
+def first_stated(data: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]:
+    """The first of these keys that is not empty, which SGLang takes, and what stands there."""
+    key = next((key for key in keys if data.get(key)), keys[-1])
+    return key, data.get(key) or []
 
 
 def scheme_of(data: Any) -> Scheme | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..dflash import fp8
 from ..dflash.fp8 import PARTS, Part, part_of, scheme_of
 from ..target.tensors import Stored
 from .findings import Subject
@@ -15,10 +16,10 @@ FILE = "hf_quant_config.json"  # read where config.json has neither
 FLOATS = ("F64", "F32", "BF16", "F16")
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 ONE_A_NUMBER = (*FLOATS, "F8_E4M3", "F8_E5M2", "I8")  # types of which one value is one weight
-# Which keys name what is not quantized; SGLang takes the first that is not empty.
+# Which keys name what is not quantized, by method.
 LEFT_OUT_KEYS = {
-    "compressed-tensors": ("ignore",),
-    "fp8": ("ignored_layers", "modules_to_not_convert"),
+    "compressed-tensors": fp8.LEFT_OUT_KEYS["channel"],
+    "fp8": fp8.LEFT_OUT_KEYS["block"],
     "modelopt": ("ignore", "exclude_modules"),
 }
 ANY_KEYS = tuple(dict.fromkeys(key for keys in LEFT_OUT_KEYS.values() for key in keys))
@@ -62,8 +63,7 @@ def method_of(config: dict[str, Any]) -> str:
 def left_out_by(config: dict[str, Any]) -> tuple[str, list[str]]:
     """The key that names what is not quantized, and the names there."""
     keys = LEFT_OUT_KEYS.get(method_of(config), ANY_KEYS)
-    key = next((key for key in keys if config.get(key)), keys[-1])
-    names = config.get(key)
+    key, names = fp8.first_stated(config, keys)
     return key, [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
 
 
